@@ -1,0 +1,108 @@
+"""One rank's expert weights in checkpoint layout, checked when they are put together.
+
+Readers produce this, engines and the oracle consume it. It is a view of tensors that somebody else owns: nothing here
+copies a weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.errors import WeightError
+from megamoe.spec import BLOCK, MXFP4_GROUP, MoESpec, WeightFormat
+
+__all__ = ["ExpertWeights"]
+
+_E8M0 = torch.float8_e8m0fnu
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """Weights of the experts ``[first_expert, first_expert + EL)`` of a layer, rows of gate before rows of up.
+
+    ============  =======================================  =======================================
+    format        ``w13`` / ``w2``                         ``w13_scale`` / ``w2_scale``
+    ============  =======================================  =======================================
+    fp8_block     e4m3 ``[EL, 2I, H]`` / ``[EL, H, I]``    float32 or e8m0 ``[EL, 2I/128, H/128]``
+                                                           / ``[EL, H/128, I/128]``
+    mxfp4         uint8 ``[EL, 2I, H/2]`` /                e8m0 ``[EL, 2I, H/32]`` /
+                  ``[EL, H, I/2]``, low nibble first       ``[EL, H, I/32]``
+    bf16          bfloat16 ``[EL, 2I, H]`` /               None
+                  ``[EL, H, I]``
+    ============  =======================================  =======================================
+
+    Raises:
+        WeightError: `check` found a tensor of a wrong dtype, shape, stride or device.
+    """
+
+    format: WeightFormat
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    first_expert: int = 0
+
+    @property
+    def local_experts(self) -> int:
+        """Number of experts held here (EL)."""
+        return int(self.w13.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        tensors = (self.w13, self.w2, self.w13_scale, self.w2_scale)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def check(self, spec: MoESpec, local_experts: int) -> None:
+        """Check every tensor against `spec`; touches no values (NaN scales are the reader's business).
+
+        Raises:
+            FormatError: the format cannot hold the spec's sizes.
+            WeightError: names the tensor, what it is and what it should be.
+        """
+        spec.check_format(self.format)
+        el, h, i = local_experts, spec.hidden, spec.intermediate
+        value: tuple[torch.dtype, ...]
+        scale: tuple[torch.dtype, ...] | None
+        if self.format == "fp8_block":
+            value, scale = (torch.float8_e4m3fn,), (torch.float32, _E8M0)
+            shapes = {"w13": (el, 2 * i, h), "w2": (el, h, i)}
+            scales = {
+                "w13_scale": (el, 2 * i // BLOCK, h // BLOCK),
+                "w2_scale": (el, h // BLOCK, i // BLOCK),
+            }
+        elif self.format == "mxfp4":
+            value, scale = (torch.uint8,), (_E8M0,)
+            shapes = {"w13": (el, 2 * i, h // 2), "w2": (el, h, i // 2)}
+            scales = {"w13_scale": (el, 2 * i, h // MXFP4_GROUP), "w2_scale": (el, h, i // MXFP4_GROUP)}
+        else:
+            value, scale = (torch.bfloat16,), None
+            shapes, scales = {"w13": (el, 2 * i, h), "w2": (el, h, i)}, {}
+        for name, shape in shapes.items():
+            self._check_one(name, value, shape)
+        for name in ("w13_scale", "w2_scale"):
+            if scale is not None:
+                self._check_one(name, scale, scales[name])
+            elif getattr(self, name) is not None:
+                raise WeightError(
+                    name, "a tensor", f"None for {self.format} weights", "Drop it: the format has no scales."
+                )
+
+    def _check_one(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
+        tensor: torch.Tensor | None = getattr(self, name)
+        names = " or ".join(str(d) for d in dtypes)
+        want = f"{names} {list(shape)} for {self.format} weights"
+        if tensor is None:
+            raise WeightError(name, "None", want, "Pass the scales that the checkpoint stores beside the weight.")
+        if tensor.dtype not in dtypes:
+            raise WeightError(name, str(tensor.dtype), want, "Convert it, or name the format it is really in.")
+        if tuple(tensor.shape) != shape:
+            raise WeightError(name, f"shape {list(tensor.shape)}", want, "Check the layout and the expert range.")
+        if not tensor.is_contiguous():
+            raise WeightError(
+                name, f"strides {list(tensor.stride())}", f"contiguous {want}", "Call .contiguous() on it."
+            )
+        if tensor.device != self.w13.device:
+            raise WeightError(name, f"device {tensor.device}", f"{self.w13.device}, like w13", "Move it there.")
