@@ -1,0 +1,53 @@
+"""Where commands print: results to stdout (a table, or one JSON document), progress to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+__all__ = ["bars", "out", "print_json", "progress", "sparkline"]
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def out() -> Console:
+    """Console for results. Made on each use, so that it writes to the stdout of that moment."""
+    return Console(file=sys.stdout)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print `document` as the command's only output."""
+    print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def progress(*, quiet: bool = False) -> Progress:
+    """A progress display on stderr that leaves nothing behind; `quiet` hides it."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+        disable=quiet,
+    )
+
+
+def sparkline(counts: Sequence[int], most: int | None = None) -> str:
+    """One character per count, full height at `most` (default: the largest count); only a zero is blank."""
+    top = max(max(counts, default=0) if most is None else most, 1)
+    last = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[0 if count == 0 else max(1, round(last * count / top))] for count in counts)
+
+
+def bars(counts: Sequence[int], width: int) -> list[int]:
+    """Sum `counts` into at most `width` neighbouring bins, so that many experts fit on one line."""
+    if len(counts) <= width:
+        return list(counts)
+    per_bin = -(-len(counts) // width)
+    return [sum(counts[start : start + per_bin]) for start in range(0, len(counts), per_bin)]
