@@ -26,7 +26,8 @@ def overload(n: int, kind: str) -> str:
     return (
         f"MEGAMOE_DEVICE void wgmma_{kind}(float (&d)[{count}], {signature}, u64 b, u32 accumulate) {{\n"
         f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{flag}, 0;\\n"\n'
-        f'               "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{registers}}}, {a_text}, %{b}, p, 1, 1;\\n}}"\n'
+        f'               "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 "\n'
+        f'               "{{{registers}}}, {a_text}, %{b}, p, 1, 1;\\n}}"\n'
         f'               : {outputs}\n               : {a_inputs}, "l"(b), "r"(accumulate));\n}}\n'
     )
 
