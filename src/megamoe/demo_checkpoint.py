@@ -7,6 +7,7 @@ and configuration are what Transformers and `huggingface_hub` write for the real
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "make_checkpoint"]
 
 _SHARD: Final = "2MB"
-"""Small enough that the projections of one expert land in different files, as they do in the large models."""
+"""Small enough that a layer's experts lie in several files, as they do in the large models."""
 
 
 def _deepseek_v3() -> PreTrainedConfig:
@@ -146,10 +147,18 @@ def make_checkpoint(family: str, directory: str | Path, *, seed: int = 0) -> Pat
             _save_fp8(model, made)
         else:
             model.save_pretrained(made, max_shard_size=_SHARD)
+            _publish_qwen3_config(made / "config.json")
         if target.exists():
             shutil.rmtree(target)
         made.rename(target)
     return target
+
+
+def _publish_qwen3_config(path: Path) -> None:
+    """Name the number of experts as the published models do; Transformers 5 reads both names and writes another."""
+    config = json.loads(path.read_text())
+    config["num_experts"] = config.pop("num_local_experts", config.get("num_experts"))
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _save_fp8(model: PreTrainedModel, target: Path) -> None:
