@@ -44,7 +44,10 @@ MEGAMOE_DEVICE bool mbarrier_test_wait(Smem bar, u32 parity) {
 }
 // Waits for the phase of `parity` to complete. A pipeline barrier that does not move for 20 minutes (300 ticks of 4.3 s,
 // longer than any deadline of a cross-rank wait, which ends first and drains the roles) means that the drain itself
-// failed: only then does the kernel trap.
+// failed: only then does the kernel trap. A kernel without such waits may define a shorter limit before it includes ptx.cuh.
+#ifndef MEGAMOE_PIPELINE_LIMIT_TICKS
+#define MEGAMOE_PIPELINE_LIMIT_TICKS 300
+#endif
 MEGAMOE_DEVICE void mbarrier_wait(Smem bar, u32 parity) {
   if (mbarrier_try_wait(bar, parity)) return;
   u32 start, now;
@@ -53,7 +56,7 @@ MEGAMOE_DEVICE void mbarrier_wait(Smem bar, u32 parity) {
   do {
     if (mbarrier_try_wait(bar, parity)) return;
     asm volatile("mov.u32 %0, %%globaltimer_hi;" : "=r"(now));
-  } while (now - start < 300);
+  } while (now - start < MEGAMOE_PIPELINE_LIMIT_TICKS);
   asm volatile("trap;");
 }
 

@@ -1,0 +1,171 @@
+// The main loop of one math warpgroup: 64 rows of a tile over all k-blocks, promoted to float32 block by block.
+//
+// 256 wide, a k-block: wait full; product of columns 0..127; scales; wait; promote; product of columns 128..255 through the
+// same accumulator; wait; release the stage; promote. The other warpgroup keeps the tensor cores busy meanwhile.
+// 192 wide: columns 0..95 and 96..191 in two accumulators; the next product is always in flight under a promotion.
+//
+// What ptxas needs (else it serialises WGMMA, C7510 to C7519, or spills): no product in flight across the back edge of the
+// tile loop, no divergent branch between a product and its wait, first and last k-block peeled.
+#pragma once
+#include "math.cuh"
+#include "tile.cuh"
+
+namespace megamoe {
+
+// Columns that are final when `under_last` of accumulate_tile runs.
+template <class C>
+constexpr int kColumnsUnderLast = C::kChunkColumns;
+
+template <class C>
+struct MathWarpgroup {
+  static constexpr int kChunkRegisters = C::kChunkColumns / 2;
+
+  // finals[4 j + 2 r + c]: row 16 w + l / 4 + 8 r, column 8 j + 2 (l % 4) + c of warp w, lane l.
+  float finals[C::kColumns / 2];
+  float partials[C::kAccumulators][kChunkRegisters];
+  float scales[C::kScales][2];  // s_a * s_b of this k-block, for rows r = 0 and 1
+
+  ptx::Desc a, b;
+  Smem full, row_scales, tile_scales;
+  ptx::ClusterSmem empty;  // the barriers of the CTA that this lane releases to
+  u32 lane;
+  Ring<C> ring;
+  bool ready;  // the next stage was seen full (Peek)
+
+  // `warpgroup` is 0 or 1, `base` the start of shared memory.
+  MEGAMOE_DEVICE MathWarpgroup(Smem base, u32 warpgroup, u32 warp, u32 lane_)
+      : a(ptx::make_desc(base + warpgroup * (kWarpgroupRows * kBlockDepth))),
+        b(ptx::make_desc(base + C::kBytesA)),
+        full(base + C::kFull),
+        row_scales(base + (C::kRowScales + (warpgroup * kWarpgroupRows + warp * 16 + lane_ / 4) * 4)),
+        tile_scales(base + C::kTileScales),
+        empty(ptx::map_cluster(base + C::kEmpty, lane_ % C::kCluster)),
+        lane(lane_),
+        ring{0, 0},
+        ready(false) {
+#pragma unroll
+    for (int i = 0; i < C::kColumns / 2; ++i) finals[i] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < C::kAccumulators; ++n) {
+#pragma unroll
+      for (int i = 0; i < kChunkRegisters; ++i) partials[n][i] = 0.0f;
+    }
+  }
+
+  MEGAMOE_DEVICE void wait_full() {
+    if (!C::kPeek || !ready) ptx::mbarrier_wait(full + ring.stage * 8, ring.parity);
+  }
+  MEGAMOE_DEVICE void peek() {
+    if constexpr (C::kPeek) {
+      const bool wraps = ring.stage + 1 == C::kStages;
+      ready = ptx::mbarrier_test_wait(full + (wraps ? 0 : ring.stage + 1) * 8, ring.parity ^ (wraps ? 1 : 0));
+    }
+  }
+  MEGAMOE_DEVICE void release(u32 stage) {
+    ptx::syncwarp();  // every lane has read its scales
+    if (lane < C::kCluster) ptx::mbarrier_arrive_cluster(empty + stage * 8);
+  }
+
+  template <int Chunk>
+  MEGAMOE_DEVICE void issue(float (&acc)[kChunkRegisters], u32 stage) {
+    const ptx::Desc stage_a = a + stage * C::kStageBytes;
+    const ptx::Desc stage_b = b + (stage * C::kStageBytes + Chunk * C::kChunkColumns * kBlockDepth);
+    ptx::wgmma_fence(acc);
+#pragma unroll
+    for (int k = 0; k < kBlockDepth / 32; ++k) ptx::wgmma_e4m3(acc, stage_a + 32 * k, stage_b + 32 * k, k != 0);
+    ptx::wgmma_commit();
+  }
+
+  MEGAMOE_DEVICE void load_scales(u32 stage) {
+    const Smem rows = row_scales + stage * C::kRowScaleBytes, tile = tile_scales + stage * C::kTileScaleBytes;
+    const float a0 = ptx::ld_shared_f32(rows), a1 = ptx::ld_shared_f32(rows + 8 * 4);
+#pragma unroll
+    for (int i = 0; i < C::kScales; ++i) {
+      const float weight = ptx::ld_shared_f32(tile + i * 4);
+      scales[i][0] = math::scale_product(a0, weight);
+      scales[i][1] = math::scale_product(a1, weight);
+    }
+  }
+
+  template <int Chunk, bool First>
+  MEGAMOE_DEVICE void promote(const float (&acc)[kChunkRegisters]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int j = 0; j < C::kChunkColumns / 8; ++j) {
+        const float scale = scales[C::scale_index(Chunk * C::kChunkColumns + 8 * j)][r];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int i = 4 * j + 2 * r + c, f = Chunk * kChunkRegisters + i;
+          finals[f] = First ? math::promote_first(acc[i], scale) : math::promote(acc[i], scale, finals[f]);
+        }
+      }
+    }
+  }
+
+  // One k-block of a 256 wide tile; no product is in flight before or after.
+  template <bool First, class UnderFirst, class UnderLast>
+  MEGAMOE_DEVICE void block_serial(UnderFirst&& under_first, UnderLast&& under_last) {
+    wait_full();
+    issue<0>(partials[0], ring.stage);
+    load_scales(ring.stage);
+    under_first();
+    ptx::wgmma_wait<0>(partials[0]);
+    promote<0, First>(partials[0]);
+    issue<1>(partials[0], ring.stage);
+    peek();
+    under_last();
+    ptx::wgmma_wait<0>(partials[0]);
+    release(ring.stage);
+    promote<1, First>(partials[0]);
+    ring.advance();
+  }
+
+  // One k-block of a 192 wide tile; its first product is in flight before, that of the next k-block after (unless Last).
+  template <bool First, bool Last, class UnderFirst, class UnderLast>
+  MEGAMOE_DEVICE void block_overlapped(UnderFirst&& under_first, UnderLast&& under_last) {
+    const u32 stage = ring.stage;
+    load_scales(stage);
+    issue<1>(partials[1], stage);
+    if constexpr (!Last) peek();
+    under_first();
+    ptx::wgmma_wait<1>(partials[0]);
+    promote<0, First>(partials[0]);
+    under_last();
+    ring.advance();
+    if constexpr (!Last) {
+      wait_full();
+      issue<0>(partials[0], ring.stage);
+      ptx::wgmma_wait<1>(partials[1]);
+    } else {
+      ptx::wgmma_wait<0>(partials[1]);
+    }
+    release(stage);
+    promote<1, First>(partials[1]);
+  }
+
+  // Computes `finals` of one tile of at least two k-blocks. Two pieces of other work run under products:
+  //   under_first()  while `finals` still holds the previous tile
+  //   under_last()   when columns 0 .. kColumnsUnderLast - 1 of this tile are final
+  // Both must be free of divergent branches.
+  template <class UnderFirst, class UnderLast>
+  MEGAMOE_DEVICE void accumulate_tile(int kblocks, UnderFirst&& under_first, UnderLast&& under_last) {
+    const auto nothing = [] {};
+    if constexpr (C::kAccumulators == 1) {
+      block_serial<true>(under_first, nothing);
+#pragma unroll 1
+      for (int k = 1; k < kblocks - 1; ++k) block_serial<false>(nothing, nothing);
+      block_serial<false>(nothing, under_last);
+    } else {
+      ready = false;
+      wait_full();
+      issue<0>(partials[0], ring.stage);
+      block_overlapped<true, false>(under_first, nothing);
+#pragma unroll 1
+      for (int k = 1; k < kblocks - 1; ++k) block_overlapped<false, false>(nothing, nothing);
+      block_overlapped<false, true>(nothing, under_last);
+    }
+  }
+};
+
+}  // namespace megamoe
