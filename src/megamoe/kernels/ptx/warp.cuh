@@ -44,6 +44,12 @@ MEGAMOE_DEVICE u16 pack_e4m3x2(float lo, float hi) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
   return r;
 }
+// Larger of the two unsigned halves, each half by itself.
+MEGAMOE_DEVICE u32 max_u16x2(u32 a, u32 b) {
+  u32 r;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 // 2^x, hardware approximation; the same instruction in every plan.
 MEGAMOE_DEVICE float ex2_approx(float x) {
   float r;
