@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from megamoe.cuda import staging
+from megamoe.cuda import gemm, staging
 from megamoe.cuda.toolchain import ARCHITECTURES, Job
 from megamoe.spec import ScaleFormat
 
@@ -32,6 +32,11 @@ def _staging() -> Iterator[Shipped]:
                 yield Shipped(f"staging-{hidden}-{scale_format}-{plan.name}", jobs)
 
 
+def _gemm() -> Iterator[Shipped]:
+    for plan in gemm.PLANS.values():
+        yield Shipped(f"gemm-{plan.name}", (gemm.job(plan),))
+
+
 def shipped() -> tuple[Shipped, ...]:
     """All configurations, in a fixed order."""
-    return (*_staging(),)
+    return (*_staging(), *_gemm())

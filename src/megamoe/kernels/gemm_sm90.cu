@@ -2,7 +2,7 @@
 //
 // The main loop of the fused kernel with the simplest roles around it. See tile.cuh for roles, barriers and memory.
 // Constants come from the generated config.cuh: kColumns, kStages, kCluster, kBuffers, kInterleaved, kPeek, kFloat32Output,
-// kClocks, kPipelineLimitTicks.
+// kClocks, kPipelineLimitTicks, kSharedBytes.
 #include "config.cuh"
 #define MEGAMOE_PIPELINE_LIMIT_TICKS config::kPipelineLimitTicks
 #include "loader.cuh"
@@ -15,6 +15,7 @@ namespace {
 using namespace megamoe;
 using Config = TileConfig<config::kColumns, config::kStages, config::kCluster, config::kBuffers,
                           config::kInterleaved ? Scales::kInterleaved : Scales::kBlocks, config::kPeek>;
+static_assert(Config::kSharedBytes == config::kSharedBytes, "the host's plan and the kernel disagree");
 constexpr Output kOutput = config::kFloat32Output ? Output::kFloat32 : Output::kBf16;
 
 struct GemmParams {
