@@ -21,6 +21,18 @@ MEGAMOE_DEVICE float ld_shared_f32(Smem p) {
 MEGAMOE_DEVICE void st_shared_f32(Smem p, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(p.address), "f"(v) : "memory");
 }
+MEGAMOE_DEVICE void st_shared_u16(Smem p, u16 v) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(p.address), "h"(v) : "memory");
+}
+MEGAMOE_DEVICE void st_shared_u8(Smem p, u8 v) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(p.address), "r"(static_cast<u32>(v)) : "memory");
+}
+// Relaxed, among the threads of the CTA.
+MEGAMOE_DEVICE u32 atom_add_shared(Smem p, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(p.address), "r"(v) : "memory");
+  return old;
+}
 MEGAMOE_DEVICE void st_shared_v4(Smem p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p.address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");

@@ -1,0 +1,235 @@
+"""The memory of the fused kernel: one definition of every field, from which offsets, sizes and the device header come.
+
+Two buffers a rank. The **arena** is what peers touch: staged inputs and routing, tags, the combine buffer. The
+**workspace** is local: the expert-major pools, route tables and counters. Offsets depend on the layer's sizes and on
+the token cap, so they travel as kernel arguments: another cap needs no other kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from megamoe.spec import BLOCK
+
+__all__ = [
+    "ARENA",
+    "MAX_RANKS",
+    "WORKSPACE",
+    "Field",
+    "Params",
+    "Sizes",
+    "allocation_report",
+    "device_header",
+    "offsets",
+    "total_bytes",
+]
+
+MAX_RANKS: Final = 8
+"""Ranks of one group: the GPUs of one NVLink domain on a Hopper host."""
+
+ALIGNMENT: Final = 1024
+"""Every field starts at a multiple of this many bytes (a tensor map needs 16, a swizzle atom 1024)."""
+
+ROW_ALIGNMENT: Final = 8
+"""An expert's first pool row is a multiple of this: its scales are then 16-byte aligned."""
+
+TILE_ROWS: Final = 128
+"""Rows of the largest token tile; pools are that much longer, so that a tile may read past the last expert."""
+
+SMALLEST_TILE: Final = 64
+"""Rows of the narrowest kind of tile that counts as one: no expert has more than rows / 64 + 1 tiles."""
+
+BANKS: Final = 2
+"""Sets of counters: a call uses one and clears the other for the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the sizes of all fields follow from. `capacity` is the token cap of a rank."""
+
+    hidden: int
+    intermediate: int
+    topk: int
+    ranks: int
+    local_experts: int
+    capacity: int
+
+    @property
+    def experts(self) -> int:
+        """All routed experts, E."""
+        return self.ranks * self.local_experts
+
+    @property
+    def pool_routes(self) -> int:
+        """Most routes that one rank can receive: every slot of every token of every rank."""
+        return self.ranks * self.capacity * self.topk
+
+    @property
+    def pool_rows(self) -> int:
+        """Rows of a pool: the routes, each expert's alignment, and a tile of slack."""
+        rows = self.pool_routes + self.local_experts * ROW_ALIGNMENT + TILE_ROWS
+        return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    @property
+    def pool_tiles(self) -> int:
+        """Most token tiles of one call."""
+        return self.pool_routes // SMALLEST_TILE + self.local_experts
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array: device element type, bytes of an element, number of elements, and what it is for."""
+
+    name: str
+    ctype: str
+    itemsize: int
+    count: Callable[[Sizes], int]
+    doc: str
+
+    def nbytes(self, sizes: Sizes) -> int:
+        """Bytes of the array, rounded up to the alignment of the next field."""
+        return -(-self.itemsize * self.count(sizes) // ALIGNMENT) * ALIGNMENT
+
+
+ARENA: Final = (
+    Field("x", "u8", 1, lambda s: s.capacity * s.hidden, "staged input, e4m3 [tokens][H]"),
+    Field("x_scales", "float", 4, lambda s: s.capacity * s.hidden // BLOCK, "its scales [tokens][H/128]"),
+    Field("ids", "int", 4, lambda s: s.capacity * s.topk, "expert ids [tokens][k]; outside 0..E-1: no route"),
+    Field("route_weights", "float", 4, lambda s: s.capacity * s.topk, "final route weights [tokens][k]"),
+    Field("positions", "u32", 4, lambda s: s.capacity * s.topk, "place of a route among this rank's of its expert"),
+    Field(
+        "counts",
+        "u64",
+        8,
+        lambda s: s.ranks * (s.local_experts + 1),
+        "written by peers: [source][local expert, then tokens], epoch << 32 | count",
+    ),
+    Field("done", "u32", 4, lambda s: MAX_RANKS, "written by peers: [owner] epoch of its last complete call"),
+    Field("abort", "u32", 4, lambda s: 1, "raised by any rank: every wait ends"),
+    Field("y", "__nv_bfloat16", 2, lambda s: s.capacity * s.topk * s.hidden, "route results [tokens][k][H]"),
+)
+"""Peer-visible fields, in order."""
+
+WORKSPACE: Final = (
+    Field("epoch", "u32", 4, lambda s: 1, "calls completed"),
+    Field("error", "u32", 4, lambda s: 4, "kinds of bad input seen in the kernel (ids, token counts)"),
+    Field("expert_totals", "u32", 4, lambda s: s.local_experts, "routes received per local expert, last call"),
+    Field("barrier", "u32", 4, lambda s: BANKS * 4, "[bank] arrivals: counted, listed, tiles stored, exits"),
+    Field("own_counts", "u32", 4, lambda s: BANKS * s.experts, "[bank][expert] this rank's routes"),
+    Field("arrived", "u32", 4, lambda s: BANKS * s.local_experts, "[bank][local expert] pool rows written"),
+    Field("halves", "u32", 4, lambda s: BANKS * s.pool_tiles, "[bank][token tile] stored halves of the intermediate"),
+    Field("routes", "uint4", 16, lambda s: s.pool_rows, "[pool row] source and first flag, route, next row, expert"),
+    Field("pool_weights", "float", 4, lambda s: s.pool_rows, "[pool row] route weight"),
+    Field("x_pool", "u8", 1, lambda s: s.pool_rows * s.hidden, "expert-major input rows [row][H]"),
+    Field("x_pool_scales", "float", 4, lambda s: s.pool_rows * s.hidden // BLOCK, "their scales [H/128][row]"),
+    Field("h_pool", "u8", 1, lambda s: s.pool_rows * s.intermediate, "intermediate rows [row][I]"),
+    Field("h_pool_scales", "float", 4, lambda s: s.pool_rows * s.intermediate // BLOCK, "their scales [I/128][row]"),
+)
+"""Local fields, in order."""
+
+
+def offsets(fields: tuple[Field, ...], sizes: Sizes) -> list[int]:
+    """Byte offset of each field in its buffer."""
+    at, result = 0, []
+    for field in fields:
+        result.append(at)
+        at += field.nbytes(sizes)
+    return result
+
+
+def total_bytes(fields: tuple[Field, ...], sizes: Sizes) -> int:
+    """Bytes of the whole buffer."""
+    return sum(field.nbytes(sizes) for field in fields)
+
+
+def allocation_report(sizes: Sizes) -> dict[str, int]:
+    """Bytes by buffer, to be shown before anything is allocated."""
+    return {"arena": total_bytes(ARENA, sizes), "workspace": total_bytes(WORKSPACE, sizes)}
+
+
+class Params(ctypes.Structure):
+    """Arguments of the fused kernel; the device header declares the same structure."""
+
+    _fields_ = (
+        ("arena", ctypes.c_uint64 * MAX_RANKS),
+        ("arena_at", ctypes.c_uint64 * len(ARENA)),
+        ("workspace", ctypes.c_uint64),
+        ("workspace_at", ctypes.c_uint64 * len(WORKSPACE)),
+        ("w13", ctypes.c_uint64),
+        ("w13_scales", ctypes.c_uint64),
+        ("w2", ctypes.c_uint64),
+        ("w2_scales", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("out_stride", ctypes.c_uint64),
+        ("num_tokens", ctypes.c_uint64),
+        ("report", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint32),
+        ("capacity", ctypes.c_uint32),
+        ("pool_rows", ctypes.c_uint32),
+        ("pool_tiles", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+        ("clamp", ctypes.c_float),
+    )
+
+
+_PARAM_DOCS: Final[dict[str, tuple[str, str]]] = {
+    "arena": ("u8* arena[kMaxRanks]", "every rank's arena, own included"),
+    "arena_at": ("u64 arena_at[{arena}]", "byte offset of each field"),
+    "workspace": ("u8* workspace", ""),
+    "workspace_at": ("u64 workspace_at[{workspace}]", ""),
+    "w13": ("const u8* w13", "tiles of 128 gate/up rows (alternating by 8) x 128, swizzled"),
+    "w13_scales": ("const float* w13_scales", "[expert][256 rows][k-block] gate, up, gate, up"),
+    "w2": ("const u8* w2", "tiles of 128 rows x 128, swizzled"),
+    "w2_scales": ("const float* w2_scales", "[expert][256 rows][k-block] rows 0-127 twice, rows 128-255 twice"),
+    "out": ("__nv_bfloat16* out", "[tokens][H]"),
+    "out_stride": ("u64 out_stride", "elements from one output row to the next"),
+    "num_tokens": ("const int* num_tokens", "device scalar, or null: `tokens` holds"),
+    "report": ("u32* report", "host-visible record of an expired wait"),
+    "timeout_ns": ("u64 timeout_ns", "deadline of one wait"),
+    "tokens": ("u32 tokens", ""),
+    "capacity": ("u32 capacity", "token cap of a rank"),
+    "pool_rows": ("u32 pool_rows", ""),
+    "pool_tiles": ("u32 pool_tiles", ""),
+    "rank": ("u32 rank", ""),
+    "clamp": ("float clamp", "+inf for none"),
+}
+
+
+def _accessor(kind: str, index: int, field: Field) -> str:
+    if kind == "arena":
+        head, base = f"{field.name}(const Params& p, u32 rank)", "p.arena[rank]"
+    else:
+        head, base = f"{field.name}(const Params& p)", "p.workspace"
+    return (
+        f"// {field.doc}\n"
+        f"MEGAMOE_DEVICE {field.ctype}* {head} {{\n"
+        f"  return reinterpret_cast<{field.ctype}*>({base} + p.{kind}_at[{index}]);\n}}\n"
+    )
+
+
+def device_header() -> str:
+    """Text of ``kernels/arena_gen.cuh``: `Params` and one accessor per field."""
+    sizes = {"arena": len(ARENA), "workspace": len(WORKSPACE)}
+    lines = []
+    for name, _ in Params._fields_:
+        declaration, doc = _PARAM_DOCS[name]
+        lines.append(f"  {declaration.format(**sizes)};" + (f"  // {doc}" if doc else ""))
+    parts = [
+        "// Generated by tools/generate_arena.py from cuda/arena.py: arguments and memory of the fused kernel.\n",
+        '#pragma once\n#include "ptx.cuh"\n\nnamespace megamoe {\n\n',
+        "using ptx::u32;\nusing ptx::u64;\nusing ptx::u8;\n\n",
+        f"constexpr int kMaxRanks = {MAX_RANKS};\n",
+        f"constexpr u32 kBanks = {BANKS};\n",
+        f"constexpr u32 kRowAlignment = {ROW_ALIGNMENT};\n\n",
+        "struct Params {\n" + "\n".join(lines) + "\n};\n\n",
+        "namespace arena {\n\n",
+        "\n".join(_accessor("arena", i, f) for i, f in enumerate(ARENA)),
+        "\n}  // namespace arena\n\nnamespace workspace {\n\n",
+        "\n".join(_accessor("workspace", i, f) for i, f in enumerate(WORKSPACE)),
+        "\n}  // namespace workspace\n\n}  // namespace megamoe\n",
+    ]
+    return "".join(parts)

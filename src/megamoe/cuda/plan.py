@@ -1,0 +1,172 @@
+"""A plan: one configuration of the fused kernel, as data, with the proof that it is legal.
+
+Everything that the host and the kernel must agree on is computed here and travels in the generated config header.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from megamoe.cuda.arena import MAX_RANKS, Sizes
+from megamoe.errors import EngineError
+from megamoe.spec import BLOCK, MAX_TOPK
+
+__all__ = ["REGISTERS_PER_SM", "SHARED_LIMIT", "THREADS", "Plan", "SharedLayout"]
+
+THREADS: Final = 384
+"""One role warpgroup and two math warpgroups."""
+
+SHARED_LIMIT: Final = 232_448
+"""Bytes of shared memory that one CTA can have on sm_90 and sm_100 (227 KiB)."""
+
+REGISTERS_PER_SM: Final = 65_536
+
+WIDE_TOKENS: Final = 128
+SWAP_TOKENS: Final = 64
+WEIGHT_ROWS: Final = 256
+STAGING_BYTES: Final = 64 * (256 + 16)
+"""One staging buffer of a math warpgroup: 64 rows of 256 bytes, 16 bytes of padding each."""
+
+FACT_WORDS: Final = 5
+PULL_ALIGNMENT: Final = 128
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class SharedLayout:
+    """Byte offsets of one CTA's shared memory, in order; the stages start at 0."""
+
+    staging: int
+    pulled_rows: int
+    row_scales: int
+    tile_scales: int
+    amax: int
+    tables: int
+    barriers: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One configuration of the fused kernel.
+
+    Args:
+        wide: tiles of up to 128 tokens on the M side of WGMMA.
+        swap: tiles of up to 64 tokens on the N side. With both, an expert's last tile is swapped when it has at most 64.
+        stages: depth of the operand ring.
+        staging_buffers: staging buffers of a math warpgroup.
+        pulled_rows: token rows that a CTA's dispatch warp has in flight.
+        wave_experts: experts of one wave of the tile order; None: all of a rank, so all first GEMMs come first.
+        lag: waves by which the second GEMM stays behind the first.
+        peek: test the next stage's barrier under the last product of a k-block.
+    """
+
+    wide: bool = True
+    swap: bool = True
+    stages: int = 3
+    staging_buffers: int = 1
+    pulled_rows: int = 1
+    wave_experts: int | None = None
+    lag: int = 0
+    peek: bool = False
+    role_registers: int = 56
+    math_registers: int = 224
+
+    @property
+    def tile_tokens(self) -> int:
+        """Token rows of a stage."""
+        return WIDE_TOKENS if self.wide else SWAP_TOKENS
+
+    def shared(self, sizes: Sizes) -> SharedLayout:
+        """Shared memory of one CTA."""
+        stages = self.stages * (self.tile_tokens + WEIGHT_ROWS) * BLOCK
+        staging = stages
+        pulled = _up(staging + 2 * self.staging_buffers * STAGING_BYTES, PULL_ALIGNMENT)
+        row_scales = _up(pulled + self.pulled_rows * sizes.hidden, PULL_ALIGNMENT)
+        tile_scales = row_scales + self.stages * self.tile_tokens * 4
+        amax = tile_scales + self.stages * 16
+        tables = amax + (2 * 8 * SWAP_TOKENS * 4 if self.swap else 0)
+        barriers = _up(tables + sizes.local_experts * 12 + FACT_WORDS * 4, 16)
+        total = barriers + (2 * self.stages + 4 * self.staging_buffers + self.pulled_rows) * 8
+        return SharedLayout(staging, pulled, row_scales, tile_scales, amax, tables, barriers, total)
+
+    def check(self, sizes: Sizes) -> None:
+        """Prove that the plan can run this layer.
+
+        Raises:
+            EngineError: names what does not fit, and by how much.
+        """
+        if not (self.wide or self.swap):
+            raise EngineError("plan", "neither wide nor swap", "at least one kind of tile", "Set wide or swap.")
+        if sizes.hidden % BLOCK or sizes.intermediate % BLOCK:
+            raise EngineError(
+                "plan",
+                f"H={sizes.hidden}, I={sizes.intermediate}",
+                f"multiples of {BLOCK}",
+                "FP8 blocks are 128 x 128: use the CPU engine with BF16 experts.",
+            )
+        if min(sizes.hidden, sizes.intermediate) < 2 * BLOCK and self.wide:
+            raise EngineError(
+                "plan",
+                f"H={sizes.hidden}, I={sizes.intermediate}",
+                f"at least two k-blocks ({2 * BLOCK}) for wide tiles",
+                "Use a plan with swap only.",
+            )
+        if not 1 <= sizes.ranks <= MAX_RANKS:
+            raise EngineError("ranks", sizes.ranks, f"1 to {MAX_RANKS}", "Split the group.")
+        if not 1 <= sizes.topk <= MAX_TOPK:
+            raise EngineError("topk", sizes.topk, f"1 to {MAX_TOPK}", "")
+        if not 2 <= self.stages <= 8 or self.staging_buffers not in (1, 2) or not 1 <= self.pulled_rows <= 8:
+            raise EngineError("plan", repr(self), "2 to 8 stages, 1 or 2 staging buffers, 1 to 8 rows in flight", "")
+        if self.wave_experts is not None and self.wave_experts < 1:
+            raise EngineError("plan.wave_experts", self.wave_experts, "None or at least 1", "")
+        if self.lag < 0:
+            raise EngineError("plan.lag", self.lag, "0 or more", "")
+        registers = 128 * self.role_registers + 256 * self.math_registers
+        if registers > REGISTERS_PER_SM or self.role_registers % 8 or self.math_registers % 8:
+            raise EngineError("plan registers", registers, f"at most {REGISTERS_PER_SM}, multiples of 8 a thread", "")
+        layout = self.shared(sizes)
+        if layout.total > SHARED_LIMIT:
+            raise EngineError(
+                "plan shared memory",
+                f"{layout.total} bytes",
+                f"at most {SHARED_LIMIT}",
+                "Use fewer stages, staging buffers or rows in flight.",
+            )
+        routing = (sizes.experts + sizes.ranks) * 4
+        if routing > layout.staging:
+            raise EngineError("experts", sizes.experts, f"at most {layout.staging // 4 - sizes.ranks} with this plan", "")
+
+    def config(self, sizes: Sizes) -> dict[str, bool | int | float]:
+        """Constants of the compilation. Raises EngineError when the plan is not legal."""
+        self.check(sizes)
+        layout = self.shared(sizes)
+        return {
+            "kHidden": sizes.hidden,
+            "kIntermediate": sizes.intermediate,
+            "kTopk": sizes.topk,
+            "kRanks": sizes.ranks,
+            "kLocalExperts": sizes.local_experts,
+            "kWide": self.wide,
+            "kSwap": self.swap,
+            "kStages": self.stages,
+            "kStagingBuffers": self.staging_buffers,
+            "kPulledRows": self.pulled_rows,
+            "kWaveExperts": min(self.wave_experts or sizes.local_experts, sizes.local_experts),
+            "kLag": self.lag,
+            "kPeek": self.peek,
+            "kRoleRegisters": self.role_registers,
+            "kMathRegisters": self.math_registers,
+            "kStagingOffset": layout.staging,
+            "kPulledRowsOffset": layout.pulled_rows,
+            "kRowScalesOffset": layout.row_scales,
+            "kTileScalesOffset": layout.tile_scales,
+            "kAmaxOffset": layout.amax,
+            "kTablesOffset": layout.tables,
+            "kBarriersOffset": layout.barriers,
+            "kSharedBytes": layout.total,
+        }

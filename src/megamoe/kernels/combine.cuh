@@ -1,0 +1,53 @@
+// Combine: a token's route results, summed in float32 in slot order and rounded to BF16.
+//
+// It starts when every rank has stored all of its results; this is also what lets the rank go on to the next call.
+#pragma once
+#include "routing.cuh"
+
+namespace megamoe {
+
+// All ranks have stored their results. Each thread of the first warp that calls this watches one rank.
+MEGAMOE_DEVICE bool wait_for_ranks(const Params& p, u32 epoch) {
+  bool ok = true;
+  for (u32 r = 0; r < kRanks; ++r) {
+    const u32* word = arena::done(p, p.rank) + r;
+    ok &= spin_until(
+        p, Phase::kPeers, r, epoch, [&] { return ptx::ld_acquire_sys(word); }, [&](u32 seen) { return seen == epoch; });
+  }
+  return ok;
+}
+
+MEGAMOE_DEVICE void add_bf16x2(float (&sum)[2], u32 word) {
+  sum[0] = __fadd_rn(sum[0], __uint_as_float(word << 16));
+  sum[1] = __fadd_rn(sum[1], __uint_as_float(word & 0xffff0000u));
+}
+
+// One warp, tokens first, first + step, ...; a failed call gives NaN.
+MEGAMOE_DEVICE void combine_tokens(const Params& p, u32 tokens, u32 first, u32 step, bool failed) {
+  const u32 lane = ptx::lane_index();
+  for (u32 t = first; t < tokens; t += step) {
+    const int* ids = arena::ids(p, p.rank) + t * kTopk;
+    const __nv_bfloat16* y = arena::y(p, p.rank) + static_cast<u64>(t) * kTopk * kHidden;
+    __nv_bfloat16* out = p.out + t * p.out_stride;
+    for (u32 column = lane * 8; column < kHidden; column += 256) {
+      float sum[4][2] = {};
+#pragma unroll
+      for (u32 j = 0; j < kTopk; ++j) {
+        if (!is_route(ids[j])) continue;
+        const uint4 v = *reinterpret_cast<const uint4*>(y + static_cast<u64>(j) * kHidden + column);
+        add_bf16x2(sum[0], v.x);
+        add_bf16x2(sum[1], v.y);
+        add_bf16x2(sum[2], v.z);
+        add_bf16x2(sum[3], v.w);
+      }
+      uint4 result = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);  // NaN
+      if (!failed) {
+        result = make_uint4(ptx::pack_bf16x2(sum[0][0], sum[0][1]), ptx::pack_bf16x2(sum[1][0], sum[1][1]),
+                            ptx::pack_bf16x2(sum[2][0], sum[2][1]), ptx::pack_bf16x2(sum[3][0], sum[3][1]));
+      }
+      *reinterpret_cast<uint4*>(out + column) = result;
+    }
+  }
+}
+
+}  // namespace megamoe

@@ -1,0 +1,172 @@
+// What a math warpgroup does with a finished tile: SwiGLU and requantisation after the first GEMM, rounding to BF16 after
+// the second; the rows go into a staging buffer and the warpgroup's store warp takes them from there (scatter.cuh).
+//
+// A buffer holds up to 64 rows (tokens), kStagingPitch bytes apart:
+//   wide, first    its 64 tokens x 128 columns of the intermediate, e4m3
+//   wide, second   its 64 tokens x 128 of the 256 output columns, BF16; two buffers' worth a tile
+//   swap, first    all tokens x its 64 columns of the intermediate, e4m3
+//   swap, second   all tokens x its 128 output columns, BF16
+#pragma once
+#include "mainloop.cuh"
+#include "routing.cuh"
+#include "swap.cuh"
+
+namespace megamoe {
+
+// Position in the ring of one warpgroup's staging buffers; its math warps and its store warp each keep one.
+struct StagingRing {
+  u32 buffer = 0, parity;
+
+  MEGAMOE_DEVICE void advance() {
+    if (++buffer == FusedTile::kBuffers) {
+      buffer = 0;
+      parity ^= 1;
+    }
+  }
+};
+MEGAMOE_DEVICE Smem staging_buffer(Smem base, u32 warpgroup, u32 buffer) {
+  return base + (FusedTile::kStaging + (warpgroup * FusedTile::kBuffers + buffer) * kStagingBuffer);
+}
+MEGAMOE_DEVICE Smem staged_barrier(Smem base, u32 warpgroup, u32 buffer) {
+  return base + (FusedTile::kStaged + (warpgroup * FusedTile::kBuffers + buffer) * 8);
+}
+MEGAMOE_DEVICE Smem free_barrier(Smem base, u32 warpgroup, u32 buffer) {
+  return base + (FusedTile::kFree + (warpgroup * FusedTile::kBuffers + buffer) * 8);
+}
+
+class Epilogue {
+ public:
+  MEGAMOE_DEVICE Epilogue(const Params& p, Smem base, u32 warpgroup, u32 warp, u32 lane)
+      : p_(p), base_(base), warpgroup_(warpgroup), warp_(warp), lane_(lane), flip_(0), ring_{0, 1} {}
+
+  // finals[4 j + 2 r + c]: row 16 w + l / 4 + 8 r, weight row 8 j + 2 (l % 4) + c; even j gate, odd j up.
+  MEGAMOE_DEVICE void wide_first(const Tile& tile, float (&finals)[128]) {
+    const Smem buffer = acquire();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const u32 row = warp_ * 16 + lane_ / 4 + 8 * r, token = warpgroup_ * kWarpgroupRows + row;
+      const float weight = workspace::pool_weights(p_)[tile.row + token];
+      u32 amax = 0;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& h = finals[8 * j + 2 * r + c];
+          h = math::swiglu_clamped(h, finals[8 * j + 4 + 2 * r + c], weight, p_.clamp);
+          amax = math::amax_bits(amax, h);
+        }
+      }
+      amax = math::amax_combine(amax, ptx::shfl_xor(amax, 1));
+      amax = math::amax_combine(amax, ptx::shfl_xor(amax, 2));
+      const float largest = math::amax_value(amax), multiplier = math::quantisation_multiplier(largest);
+      if (lane_ % 4 == 0 && token < tile.rows) store_scale(tile, token, largest);
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const u32 pair = math::quantise_pair(finals[8 * j + 2 * r], finals[8 * j + 2 * r + 1], multiplier);
+        ptx::st_shared_u16(buffer + (row * kStagingPitch + 8 * j + 2 * (lane_ % 4)), static_cast<ptx::u16>(pair));
+      }
+    }
+    publish();
+  }
+
+  MEGAMOE_DEVICE void wide_second(const float (&finals)[128]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Smem at = acquire() + ((warp_ * 16 + lane_ % 16) * kStagingPitch + lane_ / 16 * 16);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float* f = finals + half * 64 + i * 8;
+        ptx::stmatrix_x4(at + i * 32, ptx::pack_bf16x2(f[0], f[1]), ptx::pack_bf16x2(f[2], f[3]),
+                         ptx::pack_bf16x2(f[4], f[5]), ptx::pack_bf16x2(f[6], f[7]));
+      }
+      publish();
+    }
+  }
+
+  // The scale group of a token lies over both warpgroups: their largest magnitudes meet in shared memory.
+  template <int Tokens>
+  MEGAMOE_DEVICE void swap_first(const Tile& tile, SwapTile<Tokens>& t) {
+    const Smem exchange = base_ + (FusedTile::kAmax + flip_ * 8 * kSwapTokens * 4);
+    flip_ ^= 1;  // a fast warp may start the next tile's exchange while a slow one still reads this one's
+    const Smem buffer = acquire();
+#pragma unroll
+    for (int i = 0; i < Tokens / 4; ++i) {
+      const u32 j = i / 2, c = i % 2, token = 8 * j + 2 * (lane_ % 4) + c;
+      const float weight = workspace::pool_weights(p_)[tile.row + token];
+      u32 amax = 0;
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        float& h = t.finals[b][4 * j + c];
+        h = math::swiglu_clamped(h, t.finals[b][4 * j + 2 + c], weight, p_.clamp);
+        amax = math::amax_bits(amax, h);
+      }
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) amax = math::amax_combine(amax, ptx::shfl_xor(amax, d));
+      if (lane_ < 4) ptx::st_shared_u32(exchange + ((warpgroup_ * 4 + warp_) * kSwapTokens + token) * 4, amax);
+    }
+    ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+#pragma unroll
+    for (int i = 0; i < Tokens / 4; ++i) {
+      const u32 j = i / 2, c = i % 2, token = 8 * j + 2 * (lane_ % 4) + c;
+      u32 amax = 0;
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        amax = math::amax_combine(amax, ptx::ld_shared_u32(exchange + (w * kSwapTokens + token) * 4));
+      }
+      const float largest = math::amax_value(amax), multiplier = math::quantisation_multiplier(largest);
+      if (warpgroup_ == 0 && warp_ == 0 && lane_ < 4 && token < tile.rows) store_scale(tile, token, largest);
+      const u32 both = math::quantise_pair(t.finals[0][4 * j + c], t.finals[1][4 * j + c], multiplier);
+      const Smem at = buffer + (token * kStagingPitch + 8 * warp_ + lane_ / 4);
+      ptx::st_shared_u8(at, static_cast<ptx::u8>(both));
+      ptx::st_shared_u8(at + 32, static_cast<ptx::u8>(both >> 8));
+    }
+    publish();
+  }
+
+  template <int Tokens>
+  MEGAMOE_DEVICE void swap_second(const SwapTile<Tokens>& t) {
+    const Smem buffer = acquire();
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      // Matrices of 8 weight rows x 8 tokens, transposed: a lane addresses 8 columns of one token.
+      const u32 columns = b * 128 + warp_ * 32 + lane_ / 8 % 2 * 16;
+#pragma unroll
+      for (int j = 0; j < Tokens / 8; j += 2) {
+        const float* f = t.finals[b] + 4 * j;
+        const u32 lo0 = ptx::pack_bf16x2(f[0], f[1]), hi0 = ptx::pack_bf16x2(f[2], f[3]);
+        if (j + 1 < Tokens / 8) {
+          const u32 lo1 = ptx::pack_bf16x2(f[4], f[5]), hi1 = ptx::pack_bf16x2(f[6], f[7]);
+          ptx::stmatrix_x4_trans(buffer + ((8 * j + lane_ / 16 * 8 + lane_ % 8) * kStagingPitch + columns), lo0, hi0, lo1,
+                                 hi1);
+        } else {
+          ptx::stmatrix_x2_trans(buffer + ((8 * j + lane_ % 8) * kStagingPitch + columns), lo0, hi0);
+        }
+      }
+    }
+    publish();
+  }
+
+ private:
+  MEGAMOE_DEVICE Smem acquire() {
+    ptx::mbarrier_wait(free_barrier(base_, warpgroup_, ring_.buffer), ring_.parity);
+    return staging_buffer(base_, warpgroup_, ring_.buffer);
+  }
+  MEGAMOE_DEVICE void publish() {
+    ptx::fence_proxy_async_shared();
+    ptx::syncwarp();
+    if (lane_ == 0) ptx::mbarrier_arrive(staged_barrier(base_, warpgroup_, ring_.buffer));
+    ring_.advance();
+  }
+  MEGAMOE_DEVICE void store_scale(const Tile& tile, u32 token, float amax) {
+    workspace::h_pool_scales(p_)[static_cast<u64>(tile.column) * p_.pool_rows + tile.row + token] =
+        math::quantisation_scale(amax);
+    ptx::fence_proxy_async_global();  // read by bulk copies
+  }
+
+  const Params& p_;
+  Smem base_;
+  u32 warpgroup_, warp_, lane_, flip_;
+  StagingRing ring_;
+};
+
+}  // namespace megamoe

@@ -1,0 +1,97 @@
+// The fused kernel's constants: sizes of the layer, geometry of a tile, shared memory, barriers.
+//
+// Every number that the host also needs (legality of a plan, bytes of shared memory) is computed by megamoe.cuda.plan and
+// arrives through config.cuh; arrival counts are stated here and nowhere else.
+#pragma once
+#include "arena_gen.cuh"
+#include "config.cuh"
+#include "tile.cuh"
+
+namespace megamoe {
+
+constexpr u32 kHidden = config::kHidden;
+constexpr u32 kIntermediate = config::kIntermediate;
+constexpr u32 kTopk = config::kTopk;
+constexpr u32 kRanks = config::kRanks;
+constexpr u32 kLocalExperts = config::kLocalExperts;
+constexpr u32 kExperts = kRanks * kLocalExperts;
+
+constexpr u32 kWeightRows = 256;                        // rows of w13 or w2 in one tile
+constexpr u32 kWeightTileBytes = 128 * kBlockDepth;     // one contiguous, swizzled block of 128 rows x 128
+constexpr u32 kSliceRows = 8;                           // tokens of the narrow tensor map's box
+constexpr u32 kBlocks1 = kHidden / kBlockDepth;         // k-blocks of the first GEMM
+constexpr u32 kBlocks2 = kIntermediate / kBlockDepth;   // of the second
+constexpr u32 kTiles1 = kIntermediate / kBlockDepth;    // weight tiles of the first GEMM: one scale group each
+constexpr u32 kTiles2 = (kHidden + kWeightRows - 1) / kWeightRows;
+static_assert(kHidden % 128 == 0 && kIntermediate % 128 == 0, "whole scale groups");
+static_assert(kRanks <= kMaxRanks, "ranks of one NVLink domain");
+
+// Token tiles. A wide tile has up to 128 tokens on the M side; a swapped one up to 64 on the N side, weights on the M side.
+constexpr bool kWide = config::kWide;
+constexpr bool kSwap = config::kSwap;
+constexpr u32 kSwapTokens = 64;
+constexpr u32 kTileTokens = kWide ? 128 : kSwapTokens;
+static_assert(kWide || kSwap, "at least one kind of tile");
+
+// Warps. Warpgroup 0 has one role a warp; 1 and 2 are math.
+enum Warp : u32 { kLoaderWarp = 0, kStoreWarp0 = 1, kStoreWarp1 = 2, kDispatchWarp = 3 };
+constexpr u32 kMathThreads = 256;
+constexpr u32 kRoleRegisters = config::kRoleRegisters;
+constexpr u32 kMathRegisters = config::kMathRegisters;
+
+// Named barriers (0 is __syncthreads).
+constexpr u32 kMathBarrier = 1;  // all math threads
+
+// What MathWarpgroup asks of a tile: 128 tokens x 256 weight rows. Four weight scales a k-block, one for the even and one
+// for the odd groups of 8 columns of either half: first GEMM {gate, up, gate, up}, second {first, first, second, second}.
+struct FusedTile {
+  static constexpr int kColumns = kWeightRows, kStages = config::kStages, kCluster = 1;
+  static constexpr bool kPeek = config::kPeek;
+  static constexpr int kAccumulators = 1, kChunkColumns = 128, kScales = 4;
+  MEGAMOE_DEVICE static constexpr int scale_index(int column) { return column / 128 * 2 + column / 8 % 2; }
+
+  static constexpr u32 kFullArrivals = 1;                     // the loader; plus the bytes of the stage
+  static constexpr u32 kEmptyArrivals = 4 * kMathWarpgroups;  // one a math warp
+  static constexpr u32 kStagedArrivals = 4;                   // the warps of one math warpgroup
+  static constexpr u32 kFreeArrivals = 1;                     // its store warp
+  static constexpr u32 kPulledArrivals = 1;                   // the lane of the dispatch warp; plus the bytes of the row
+
+  static constexpr u32 kBytesA = kTileTokens * kBlockDepth;  // tokens
+  static constexpr u32 kBytesB = kWeightRows * kBlockDepth;  // weights
+  static constexpr u32 kStageBytes = kBytesA + kBytesB;
+  static constexpr u32 kRowScaleBytes = kTileTokens * 4;
+  static constexpr u32 kTileScaleBytes = 16;
+
+  static constexpr u32 kStaging = config::kStagingOffset;
+  static constexpr u32 kPulled = config::kPulledRowsOffset;
+  static constexpr u32 kRowScales = config::kRowScalesOffset;
+  static constexpr u32 kTileScales = config::kTileScalesOffset;
+  static constexpr u32 kAmax = config::kAmaxOffset;
+  static constexpr u32 kTables = config::kTablesOffset;
+  static constexpr u32 kFull = config::kBarriersOffset;
+  static constexpr u32 kEmpty = kFull + kStages * 8;
+  static constexpr u32 kStaged = kEmpty + kStages * 8;
+  static constexpr u32 kBuffers = config::kStagingBuffers;
+  static constexpr u32 kFree = kStaged + kMathWarpgroups * kBuffers * 8;
+  static constexpr u32 kPulledBarriers = kFree + kMathWarpgroups * kBuffers * 8;
+  static_assert(kPulledBarriers + config::kPulledRows * 8 <= config::kSharedBytes, "the host's sum and ours");
+};
+
+// Staging: up to 64 rows of 256 bytes for each math warpgroup and buffer. The pitch spreads rows over the banks.
+constexpr u32 kStagingPitch = 256 + 16;
+constexpr u32 kStagingBuffer = kWarpgroupRows * kStagingPitch;
+
+// Tables: three words for each local expert, then the call's facts.
+constexpr u32 kCountTable = FusedTile::kTables;
+constexpr u32 kBaseTable = kCountTable + kLocalExperts * 4;
+constexpr u32 kTileTable = kBaseTable + kLocalExperts * 4;
+constexpr u32 kFacts = kTileTable + kLocalExperts * 4;
+enum Fact : u32 { kEpoch, kTokens, kTotalRoutes, kTotalTiles, kFailed, kFactCount };
+static_assert(kFacts + kFactCount * 4 <= config::kBarriersOffset, "tables end before the barriers");
+
+MEGAMOE_DEVICE u32 fact(Smem base, Fact which) { return ptx::ld_shared_u32(base + (kFacts + which * 4)); }
+MEGAMOE_DEVICE void set_fact(Smem base, Fact which, u32 value) {
+  ptx::st_shared_u32(base + (kFacts + which * 4), value);
+}
+
+}  // namespace megamoe

@@ -1,0 +1,155 @@
+// The routed experts of one MoE layer, expert-parallel, as one persistent kernel a rank (sm_90a).
+//
+// A token's way: its row is staged (e4m3) in its rank's arena -> routing tells the experts' rank where it goes -> the
+// dispatch warp fetches it over NVLink into the expert-major pool -> first GEMM, SwiGLU, requantisation -> intermediate
+// pool -> second GEMM -> BF16 row stored into the combine buffer of the token's rank -> combine -> output.
+//
+// A CTA has 384 threads. All of them route; then each warp has its role:
+//   warp 0        loader    fills the stages of every tile (feed.cuh)
+//   warps 1, 2    store     take staged rows of math warpgroup 0 and 1 (scatter.cuh)
+//   warp 3        dispatch  fetches token rows (dispatch.cuh)
+//   warps 4 - 11  math      two warpgroups: WGMMA, promotion, epilogues, then combine
+//
+// Pipelines inside the CTA (layout.cuh has the counts; first wait of a consumer parity 0, of a producer 1)
+//   barrier        producer -> consumer              arrivals          bytes
+//   full[stage]    loader -> math                    kFullArrivals     token rows, 256 weight rows, scales
+//   empty[stage]   math warps -> loader              kEmptyArrivals
+//   staged[w][b]   warps of warpgroup w -> store w   kStagedArrivals
+//   free[w][b]     store w -> warpgroup w            kFreeArrivals
+//   pulled[lane]   copy engine -> dispatch lane      kPulledArrivals   one token row
+// Between CTAs and ranks (sync.cuh; counters banked by epoch, tags carry it)
+//   counted        every CTA -> CTA 0                own routes counted and positioned
+//   counts[s][e]   rank s -> every CTA of this rank  tag and count in one word
+//   listed         every CTA -> dispatch warps       route table complete
+//   arrived[e]     dispatch warps -> loaders         pool rows of expert e
+//   halves[t]      store warps -> loaders            intermediate of token tile t, two a weight tile
+//   stored         store warps -> the last of them   result tiles of this rank
+//   done[r]        rank r -> math warps              all results of rank r are stored
+// Memory: stages belong to the loader between empty and full, to math between full and empty; a staging buffer to its
+// warpgroup between free and staged, to its store warp between staged and free; the tables are written before the roles
+// start. Before that, shared memory from offset 0 holds the routing's histogram and places (a barrier lies between).
+#include "combine.cuh"
+#include "dispatch.cuh"
+#include "feed.cuh"
+#include "scatter.cuh"
+
+using namespace megamoe;
+
+namespace megamoe {
+
+MEGAMOE_DEVICE void init_fused_barriers(Smem base) {
+  const auto init = [&](u32 offset, u32 count, u32 arrivals, const char* label) {
+    for (u32 i = 0; i < count; ++i) {
+      ptx::name(base + (offset + i * 8), label, i);
+      ptx::mbarrier_init(base + (offset + i * 8), arrivals);
+    }
+  };
+  init(FusedTile::kFull, FusedTile::kStages, FusedTile::kFullArrivals, "full");
+  init(FusedTile::kEmpty, FusedTile::kStages, FusedTile::kEmptyArrivals, "empty");
+  init(FusedTile::kStaged, kMathWarpgroups * FusedTile::kBuffers, FusedTile::kStagedArrivals, "staged");
+  init(FusedTile::kFree, kMathWarpgroups * FusedTile::kBuffers, FusedTile::kFreeArrivals, "free");
+  init(FusedTile::kPulledBarriers, config::kPulledRows, FusedTile::kPulledArrivals, "pulled");
+  ptx::fence_mbarrier_init();
+}
+
+template <int Tokens>
+MEGAMOE_DEVICE void swap_tile(const Tile& tile, Smem base, u32 warpgroup, u32 lane, Ring<FusedTile>& ring,
+                              Epilogue& epilogue) {
+  SwapTile<Tokens> t;
+  t.accumulate(base, warpgroup, lane, tile.second ? kBlocks2 : kBlocks1, ring);
+  if (tile.second) {
+    epilogue.swap_second(t);
+  } else {
+    epilogue.swap_first(tile, t);
+  }
+}
+
+MEGAMOE_DEVICE void math_role(const Params& p, Smem base, u32 warpgroup) {
+  const u32 warp = ptx::warp_index() % 4, lane = ptx::lane_index();
+  Schedule schedule(base);
+  Epilogue epilogue(p, base, warpgroup, warp, lane);
+  Ring<FusedTile> ring{0, 0};
+  Tile tile;
+  while (schedule.next(tile)) {
+    if constexpr (kWide) {
+      if (tile.wide) {
+        MathWarpgroup<FusedTile> math(base, warpgroup, warp, lane);
+        math.ring = ring;
+        const auto nothing = [] {};
+        math.accumulate_tile(tile.second ? kBlocks2 : kBlocks1, nothing, nothing);
+        ring = math.ring;
+        if (tile.second) {
+          epilogue.wide_second(math.finals);
+        } else {
+          epilogue.wide_first(tile, math.finals);
+        }
+        continue;
+      }
+    }
+    if constexpr (kSwap) {
+      if (tile.rows <= 8) {
+        swap_tile<8>(tile, base, warpgroup, lane, ring, epilogue);
+      } else if (tile.rows <= 16) {
+        swap_tile<16>(tile, base, warpgroup, lane, ring, epilogue);
+      } else if (tile.rows <= 32) {
+        swap_tile<32>(tile, base, warpgroup, lane, ring, epilogue);
+      } else {
+        swap_tile<64>(tile, base, warpgroup, lane, ring, epilogue);
+      }
+    }
+  }
+}
+
+}  // namespace megamoe
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mega(const __grid_constant__ Maps maps, const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) ptx::u8 smem[];
+  const Smem base = ptx::shared_address(smem);
+  if (threadIdx.x == 0) {
+    init_fused_barriers(base);
+    set_fact(base, kEpoch, ptx::ld_relaxed_gpu(workspace::epoch(p)) + 1);
+    set_fact(base, kTokens, call_tokens(p));
+  }
+  __syncthreads();
+  const u32 epoch = fact(base, kEpoch), tokens = fact(base, kTokens);
+
+  // Routing. Histogram and places lie where the stages will be.
+  const Smem places = base, sources = base + kRanks * kLocalExperts * 4;
+  clear_next_bank(p, epoch);
+  count_own_routes(p, places, epoch, tokens);
+  if (blockIdx.x == 0) push_counts(p, base, epoch, tokens);
+  lay_out_pool(p, base, places, sources, epoch);
+  list_routes(p, base, places, sources, epoch);
+  ptx::fence_proxy_async_shared();  // the stages are written by the copy engine from here on
+  __syncthreads();
+
+  const u32 warp = ptx::warp_index();
+  if (warp < 4) {
+    ptx::setmaxnreg_dec<kRoleRegisters>();
+    if (warp == kLoaderWarp) {
+      ptx::role("loader");
+      if (ptx::lane_index() == 0) Feed(maps, p, base, epoch).run();
+      ptx::syncwarp();
+    } else if (warp == kDispatchWarp) {
+      ptx::role("dispatch");
+      dispatch_rows(p, base, epoch);
+    } else {
+      ptx::role("store");
+      if (blockIdx.x == 0 && warp == kStoreWarp0 && fact(base, kTotalTiles) == 0 && ptx::lane_index() == 0) {
+        for (u32 r = 0; r < kRanks; ++r) ptx::st_release_sys(arena::done(p, r) + p.rank, epoch);
+      }
+      Scatter(p, base, warp - kStoreWarp0, epoch).run();
+    }
+  } else {
+    ptx::setmaxnreg_inc<kMathRegisters>();
+    ptx::role("math");
+    math_role(p, base, warp / 4 - 1);
+    bool ok = true;
+    if (ptx::lane_index() == 0) ok = wait_for_ranks(p, epoch) && !aborted(p);
+    ok = ptx::all(ok);
+    combine_tokens(p, tokens, blockIdx.x * 8 + warp - 4, gridDim.x * 8, !ok);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) leave(p, epoch);
+}

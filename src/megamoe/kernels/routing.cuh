@@ -1,0 +1,210 @@
+// Routing: from every rank's expert ids to this rank's pool layout and route table.
+//
+// 1. count   Each CTA counts a share of its rank's own routes by expert and gives each route its position among them.
+// 2. push    When all CTAs of the rank have counted, CTA 0 pushes the counts to the experts' owners: one 8-byte word for
+//            each (source, local expert), the epoch in its upper half, so that data and flag arrive together.
+// 3. lay out Every CTA polls its own rank's words and derives counts, pool rows and tiles by itself (shared memory).
+// 4. list    Each CTA reads the routes of a share of all ranks' tokens and writes the table of pool rows. The rows of one
+//            token are chained, so that its input crosses once: the lowest row comes first and leads to the others.
+// A rank may go on to the next call only after every rank has finished this one (combine.cuh), so nothing here is read
+// after its owner overwrites it.
+#pragma once
+#include "schedule.cuh"
+#include "sync.cuh"
+
+namespace megamoe {
+
+constexpr u32 kNoRow = 0xffffffffu;
+constexpr u32 kFirstOfToken = 0x80000000u;
+
+// One pool row: where its token is and which rows follow. As stored: {source | first flag, route, next row, expert}.
+struct Route {
+  u32 source;
+  bool first;  // this row is the one that fetches the token
+  u32 route;   // token * k + slot, at the source
+  u32 next;    // pool row of the token's next route on this rank, or kNoRow
+  u32 expert;  // local
+};
+MEGAMOE_DEVICE Route load_route(const Params& p, u32 row) {
+  const uint4 v = workspace::routes(p)[row];
+  return {v.x & ~kFirstOfToken, (v.x & kFirstOfToken) != 0, v.y, v.z, v.w};
+}
+
+MEGAMOE_DEVICE bool is_route(int id) { return static_cast<u32>(id) < kExperts; }
+
+// Tokens of this call; a count over the bound is an error and counts as the bound.
+MEGAMOE_DEVICE u32 call_tokens(const Params& p) {
+  if (p.num_tokens == nullptr) return p.tokens;
+  const int given = *p.num_tokens;
+  if (given >= 0 && static_cast<u32>(given) <= p.tokens) return static_cast<u32>(given);
+  if (blockIdx.x == 0 && threadIdx.x == 0) ptx::st_relaxed_gpu(workspace::error(p) + 1, 1u);
+  return given < 0 ? 0 : p.tokens;
+}
+
+// Step 1. `histogram`: kExperts words of shared memory.
+MEGAMOE_DEVICE void count_own_routes(const Params& p, Smem histogram, u32 epoch, u32 tokens) {
+  const u32 routes = tokens * kTopk, share = (routes + gridDim.x - 1) / gridDim.x;
+  const u32 begin = blockIdx.x * share, end = begin + share < routes ? begin + share : routes;
+  const int* ids = arena::ids(p, p.rank);
+  u32* positions = arena::positions(p, p.rank);
+  for (u32 e = threadIdx.x; e < kExperts; e += kThreads) ptx::st_shared_u32(histogram + e * 4, 0u);
+  __syncthreads();
+  for (u32 i = begin + threadIdx.x; i < end; i += kThreads) {
+    const int id = ids[i];
+    if (is_route(id)) {
+      positions[i] = ptx::atom_add_shared(histogram + id * 4, 1u);
+    } else if (id != -1) {
+      ptx::st_relaxed_gpu(workspace::error(p), 1u);
+    }
+  }
+  __syncthreads();
+  u32* counts = own_counts(p, bank_of(epoch));
+  for (u32 e = threadIdx.x; e < kExperts; e += kThreads) {
+    const u32 count = ptx::ld_shared_u32(histogram + e * 4);
+    if (count != 0) ptx::st_shared_u32(histogram + e * 4, ptx::atom_add_relaxed_gpu(counts + e, count));
+  }
+  __syncthreads();
+  for (u32 i = begin + threadIdx.x; i < end; i += kThreads) {
+    const int id = ids[i];
+    if (is_route(id)) positions[i] += ptx::ld_shared_u32(histogram + id * 4);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::red_add_release_gpu(barrier_word(p, epoch, kCounted), 1u);
+}
+
+// Step 2, CTA 0. After an expired wait nothing is pushed: the peers' own waits end through the abort word.
+MEGAMOE_DEVICE void push_counts(const Params& p, Smem base, u32 epoch, u32 tokens) {
+  if (threadIdx.x == 0) {
+    const bool ok =
+        wait_count(p, Phase::kOwnCounts, 0, barrier_word(p, epoch, kCounted), gridDim.x);
+    set_fact(base, kFailed, ok ? 0u : 1u);
+  }
+  __syncthreads();
+  if (fact(base, kFailed) != 0) return;
+  const u64 tag = static_cast<u64>(epoch) << 32;
+  const u32* counts = own_counts(p, bank_of(epoch));
+  constexpr u32 kWords = kLocalExperts + 1;
+  for (u32 i = threadIdx.x; i < kRanks * kWords; i += kThreads) {
+    const u32 owner = i / kWords, e = i % kWords;
+    const u32 value = e == kLocalExperts ? tokens : ptx::ld_relaxed_gpu(counts + owner * kLocalExperts + e);
+    ptx::st_release_sys(arena::counts(p, owner) + p.rank * kWords + e, tag | value);
+  }
+}
+
+// Step 3. Fills the tables and facts. `places`: kRanks * kLocalExperts words, the place of each source's first route
+// within an expert; `sources`: kRanks words, the tokens of each.
+MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {
+  constexpr u32 kWords = kLocalExperts + 1;
+  if (threadIdx.x == 0) set_fact(base, kFailed, 0u);
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < kRanks * kWords; i += kThreads) {
+    const u64* word = arena::counts(p, p.rank) + i;
+    u64 value = 0;
+    const bool ok = spin_until(
+        p, Phase::kCounts, i, epoch,
+        [&] {
+          value = ptx::ld_acquire_sys(word);
+          return static_cast<u32>(value >> 32);
+        },
+        [&](u32 seen) { return seen == epoch; });
+    if (!ok) set_fact(base, kFailed, 1u);
+    const u32 source = i / kWords, e = i % kWords, count = static_cast<u32>(value);
+    if (e == kLocalExperts) {
+      ptx::st_shared_u32(sources + source * 4, count);
+    } else {
+      ptx::st_shared_u32(places + (source * kLocalExperts + e) * 4, count);
+    }
+  }
+  __syncthreads();
+  const bool failed = fact(base, kFailed) != 0;
+  for (u32 e = threadIdx.x; e < kLocalExperts; e += kThreads) {
+    u32 total = 0;
+    for (u32 s = 0; s < kRanks; ++s) {
+      const Smem place = places + (s * kLocalExperts + e) * 4;
+      const u32 count = failed ? 0 : ptx::ld_shared_u32(place);
+      ptx::st_shared_u32(place, total);
+      total += count;
+    }
+    ptx::st_shared_u32(base + (kCountTable + e * 4), total);
+    if (blockIdx.x == 0) workspace::expert_totals(p)[e] = total;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {  // exclusive sums over the experts by one warp
+    u32 row = 0, tile = 0, routes = 0;
+    for (u32 first = 0; first < kLocalExperts; first += 32) {
+      const u32 e = first + threadIdx.x;
+      const u32 count = e < kLocalExperts ? ptx::ld_shared_u32(base + (kCountTable + e * 4)) : 0;
+      const u32 rows = (count + kRowAlignment - 1) / kRowAlignment * kRowAlignment, tiles = token_tiles(count);
+      u32 row_sum = rows, tile_sum = tiles;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const u32 r = ptx::shfl_up(row_sum, d), t = ptx::shfl_up(tile_sum, d);
+        if (threadIdx.x >= static_cast<u32>(d)) {
+          row_sum += r;
+          tile_sum += t;
+        }
+      }
+      if (e < kLocalExperts) {
+        ptx::st_shared_u32(base + (kBaseTable + e * 4), row + row_sum - rows);
+        ptx::st_shared_u32(base + (kTileTable + e * 4), tile + tile_sum - tiles);
+      }
+      row += ptx::shfl(row_sum, 31);
+      tile += ptx::shfl(tile_sum, 31);
+      routes += ptx::reduce_add(count);
+    }
+    if (threadIdx.x == 0) {
+      set_fact(base, kTotalRoutes, routes);
+      set_fact(base, kTotalTiles, tile);
+    }
+  }
+  __syncthreads();
+}
+
+// Step 4.
+MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {
+  u32 all = 0;
+  for (u32 s = 0; s < kRanks; ++s) all += fact(base, kFailed) != 0 ? 0 : ptx::ld_shared_u32(sources + s * 4);
+  for (u32 i = blockIdx.x * kThreads + threadIdx.x; i < all; i += gridDim.x * kThreads) {
+    u32 s = 0, token = i;
+    for (u32 n = ptx::ld_shared_u32(sources); token >= n; n = ptx::ld_shared_u32(sources + s * 4)) {
+      token -= n;
+      ++s;
+    }
+    const int* ids = arena::ids(p, s) + token * kTopk;
+    const u32* positions = arena::positions(p, s) + token * kTopk;
+    const float* weights = arena::route_weights(p, s) + token * kTopk;
+    u32 rows[kTopk], expert[kTopk], lowest = kNoRow;
+#pragma unroll
+    for (u32 j = 0; j < kTopk; ++j) {
+      const int id = ids[j];
+      expert[j] = static_cast<u32>(id) - p.rank * kLocalExperts;
+      rows[j] = kNoRow;
+      if (is_route(id) && expert[j] < kLocalExperts) {
+        rows[j] = ptx::ld_shared_u32(base + (kBaseTable + expert[j] * 4)) +
+                  ptx::ld_shared_u32(places + (s * kLocalExperts + expert[j]) * 4) + positions[j];
+        lowest = rows[j] < lowest ? rows[j] : lowest;
+      }
+    }
+    // Last slot to first, so that each row knows the row behind it; the lowest one is written when the chain is known.
+    u32 next = kNoRow, head_slot = 0, head_expert = 0;
+#pragma unroll
+    for (u32 j = kTopk; j-- > 0;) {
+      if (rows[j] == kNoRow) continue;
+      workspace::pool_weights(p)[rows[j]] = weights[j];
+      if (rows[j] == lowest) {
+        head_slot = j;
+        head_expert = expert[j];
+      } else {
+        workspace::routes(p)[rows[j]] = make_uint4(s, token * kTopk + j, next, expert[j]);
+        next = rows[j];
+      }
+    }
+    if (lowest != kNoRow) {
+      workspace::routes(p)[lowest] = make_uint4(s | kFirstOfToken, token * kTopk + head_slot, next, head_expert);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::red_add_release_gpu(barrier_word(p, epoch, kListed), 1u);
+}
+
+}  // namespace megamoe

@@ -1,0 +1,108 @@
+// The store warp of one math warpgroup: rows of a staged tile go to the intermediate pool, or to the token's rank.
+//
+// A lane stores whole row pieces by bulk copies: 64 or 128 bytes of the intermediate, 256 bytes of a route result. Each
+// lane waits for its own copies; the counters are raised when all lanes' copies have been written.
+#pragma once
+#include "epilogue.cuh"
+
+namespace megamoe {
+
+class Scatter {
+ public:
+  MEGAMOE_DEVICE Scatter(const Params& p, Smem base, u32 warpgroup, u32 epoch)
+      : p_(p), base_(base), warpgroup_(warpgroup), epoch_(epoch), lane_(ptx::lane_index()), ring_{0, 0} {}
+
+  MEGAMOE_DEVICE void run() {
+    Schedule schedule(base_);
+    Tile tile;
+    while (schedule.next(tile)) {
+      if (tile.second) {
+        store_results(tile);
+      } else {
+        store_intermediate(tile);
+      }
+    }
+  }
+
+ private:
+  // Tokens of this warpgroup: its 64 of a wide tile, all of a swapped one.
+  MEGAMOE_DEVICE u32 first_token(const Tile& tile) const { return tile.wide ? warpgroup_ * kWarpgroupRows : 0; }
+  MEGAMOE_DEVICE u32 tokens(const Tile& tile) const {
+    const u32 first = first_token(tile), left = tile.rows > first ? tile.rows - first : 0;
+    return left < kWarpgroupRows ? left : kWarpgroupRows;
+  }
+
+  MEGAMOE_DEVICE void store_intermediate(const Tile& tile) {
+    const u32 bytes = tile.wide ? 128 : 64, rows = tokens(tile);
+    u8* to = workspace::h_pool(p_) + static_cast<u64>(tile.row + first_token(tile)) * kIntermediate +
+             tile.column * 128 + (tile.wide ? 0 : warpgroup_ * 64);
+    const Smem from = wait_staged();
+    for (u32 r = lane_; r < rows; r += 32) {
+      ptx::bulk_store(to + static_cast<u64>(r) * kIntermediate, from + r * kStagingPitch, bytes);
+    }
+    release();
+    finish();
+    if (lane_ == 0) ptx::red_add_release_gpu(halves(p_, bank_of(epoch_)) + tile.index, 1u);
+  }
+
+  MEGAMOE_DEVICE void store_results(const Tile& tile) {
+    const u32 rows = tokens(tile), row = tile.row + first_token(tile), pieces = tile.wide ? 2 : 1;
+    // Columns of the first piece; a wide tile's second piece follows it, a swapped tile's belongs to the other warpgroup.
+    u32 column = tile.column * kWeightRows + (tile.wide ? 0 : warpgroup_ * 128);
+    __nv_bfloat16* to[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      const u32 r = lane_ + 32 * i;
+      if (r >= rows) continue;
+      const uint4 route = workspace::routes(p_)[row + r];
+      to[i] = arena::y(p_, route.x & ~kFirstOfToken) + static_cast<u64>(route.y) * kHidden;
+    }
+#pragma unroll 1
+    for (u32 piece = 0; piece < pieces; ++piece, column += 128) {
+      const Smem from = wait_staged();
+      if (column < kHidden) {
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+          const u32 r = lane_ + 32 * i;
+          if (r < rows) ptx::bulk_store(to[i] + column, from + r * kStagingPitch, 256);
+        }
+      }
+      release();
+    }
+    finish();
+    if (lane_ == 0) tile_stored();
+  }
+
+  MEGAMOE_DEVICE Smem wait_staged() {
+    ptx::mbarrier_wait(staged_barrier(base_, warpgroup_, ring_.buffer), ring_.parity);
+    return staging_buffer(base_, warpgroup_, ring_.buffer);
+  }
+  // The buffer may be written again when every lane's copies have read it.
+  MEGAMOE_DEVICE void release() {
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
+    ptx::syncwarp();
+    if (lane_ == 0) ptx::mbarrier_arrive(free_barrier(base_, warpgroup_, ring_.buffer));
+    ring_.advance();
+  }
+  MEGAMOE_DEVICE void finish() {
+    ptx::bulk_wait<0>();
+    ptx::fence_proxy_async();
+    ptx::syncwarp();
+  }
+
+  // The last of the rank's result tiles tells every rank that its routes are complete here.
+  MEGAMOE_DEVICE void tile_stored() {
+    const u32 all = fact(base_, kTotalTiles) * kTiles2 * kMathWarpgroups;
+    if (ptx::atom_add_acq_rel_gpu(barrier_word(p_, epoch_, kStored), 1u) + 1 == all) {
+      for (u32 r = 0; r < kRanks; ++r) ptx::st_release_sys(arena::done(p_, r) + p_.rank, epoch_);
+    }
+  }
+
+  const Params& p_;
+  Smem base_;
+  u32 warpgroup_, epoch_, lane_;
+  StagingRing ring_;
+};
+
+}  // namespace megamoe

@@ -1,0 +1,85 @@
+// Waits between CTAs and ranks, each with a deadline and an abort word; counters banked by epoch.
+//
+// The epoch is a counter in the rank's workspace that the kernel itself advances when it ends, so a replayed graph needs
+// nothing from the host. A call with epoch n uses bank n % 2 of every local counter and clears the other bank, which the
+// call before used and the next will use. What peers write carries the epoch in the data and is never cleared.
+#pragma once
+#include "layout.cuh"
+
+namespace megamoe {
+
+// What a wait is for; part of the record of an expired one.
+enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers };
+
+// Counters of one bank.
+enum Barrier : u32 { kCounted, kListed, kStored, kExited, kBarrierWords };
+
+MEGAMOE_DEVICE u32 bank_of(u32 epoch) { return epoch % kBanks; }
+MEGAMOE_DEVICE u32* barrier_word(const Params& p, u32 epoch, Barrier which) {
+  return workspace::barrier(p) + bank_of(epoch) * kBarrierWords + which;
+}
+MEGAMOE_DEVICE u32* own_counts(const Params& p, u32 bank) { return workspace::own_counts(p) + bank * kExperts; }
+MEGAMOE_DEVICE u32* arrived(const Params& p, u32 bank) { return workspace::arrived(p) + bank * kLocalExperts; }
+MEGAMOE_DEVICE u32* halves(const Params& p, u32 bank) { return workspace::halves(p) + bank * p.pool_tiles; }
+
+MEGAMOE_DEVICE bool aborted(const Params& p) { return ptx::ld_relaxed_sys(arena::abort(p, p.rank)) != 0; }
+MEGAMOE_DEVICE void raise_abort(const Params& p) {
+  for (u32 r = 0; r < kRanks; ++r) ptx::st_relaxed_sys(arena::abort(p, r), 1u);
+}
+
+// Rank, phase, index, awaited and seen of the first wait that expired (word 0: 1 once written).
+MEGAMOE_DEVICE void report_expired(const Params& p, Phase phase, u32 index, u32 awaited, u32 seen) {
+  if (p.report == nullptr || ptx::atom_cas_acq_rel_sys(p.report, 0, 2) != 0) return;
+  ptx::st_relaxed_sys(p.report + 1, p.rank);
+  ptx::st_relaxed_sys(p.report + 2, static_cast<u32>(phase));
+  ptx::st_relaxed_sys(p.report + 3, index);
+  ptx::st_relaxed_sys(p.report + 4, awaited);
+  ptx::st_relaxed_sys(p.report + 5, seen);
+  ptx::st_release_sys(p.report, 1u);
+}
+
+// Waits until `reached(load())`. `load` is an acquire of one word. False: the wait expired, here or elsewhere, and the
+// caller goes on with what it has; every address it can form from stale data is valid, and the output becomes NaN.
+template <class Load, class Reached>
+MEGAMOE_DEVICE bool spin_until(const Params& p, Phase phase, u32 index, u32 awaited, Load&& load, Reached&& reached) {
+  auto seen = load();
+  if (reached(seen)) return true;
+  const u64 deadline = ptx::deadline_after(p.timeout_ns);
+#pragma unroll 1
+  while (true) {
+    seen = load();
+    if (reached(seen)) return true;
+    if (aborted(p)) return false;
+    if (ptx::deadline_passed(deadline)) {
+      report_expired(p, phase, index, awaited, static_cast<u32>(seen));
+      raise_abort(p);
+      return false;
+    }
+    ptx::nanosleep(20);
+  }
+}
+
+// A counter on this GPU reaches `awaited`.
+MEGAMOE_DEVICE bool wait_count(const Params& p, Phase phase, u32 index, const u32* counter, u32 awaited) {
+  return spin_until(
+      p, phase, index, awaited, [&] { return ptx::ld_acquire_gpu(counter); },
+      [&](u32 seen) { return seen >= awaited; });
+}
+
+// Last act of the CTA's thread 0: the last CTA to leave advances the epoch.
+MEGAMOE_DEVICE void leave(const Params& p, u32 epoch) {
+  if (ptx::atom_add_acq_rel_gpu(barrier_word(p, epoch, kExited), 1u) + 1 == gridDim.x) {
+    ptx::st_release_gpu(workspace::epoch(p), epoch);
+  }
+}
+
+// Clears the bank of the next call.
+MEGAMOE_DEVICE void clear_next_bank(const Params& p, u32 epoch) {
+  const u32 bank = bank_of(epoch + 1), first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
+  for (u32 i = first; i < kBarrierWords; i += step) workspace::barrier(p)[bank * kBarrierWords + i] = 0;
+  for (u32 i = first; i < kExperts; i += step) own_counts(p, bank)[i] = 0;
+  for (u32 i = first; i < kLocalExperts; i += step) arrived(p, bank)[i] = 0;
+  for (u32 i = first; i < p.pool_tiles; i += step) halves(p, bank)[i] = 0;
+}
+
+}  // namespace megamoe
