@@ -227,9 +227,10 @@ class Libcuda:
         """
         d, kind = self._d, self._d.CUfunction_attribute
         handle, device = d.CUkernel(kernel), self._check("cuDeviceGet", d.cuDeviceGet(ordinal))
-        if dynamic_shared:
-            wanted = kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._check("cuKernelSetAttribute", d.cuKernelSetAttribute(wanted, dynamic_shared, handle, device))
+        limit = kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        # The limit belongs to the code, which several launch configurations may share: it only ever rises.
+        if dynamic_shared > self._check("cuKernelGetAttribute", d.cuKernelGetAttribute(limit, handle, device)):
+            self._check("cuKernelSetAttribute", d.cuKernelSetAttribute(limit, dynamic_shared, handle, device))
         with self.use_device(ordinal):
             self._check("cuKernelGetFunction", d.cuKernelGetFunction(handle))
 

@@ -28,6 +28,9 @@ HIDDEN_SIZES: Final = (2048, 4096, 6144, 7168)
 
 _MAX_GROUPS: Final = 2**31 - 1
 
+_MAX_SHAPES: Final = 4096
+"""Checked combinations of shapes that are remembered, so that changing ones cannot fill the memory."""
+
 
 @dataclass(frozen=True, order=True)
 class StagingPlan:
@@ -84,11 +87,22 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def _span(t: torch.Tensor) -> tuple[int, int]:
-    """First byte of a 2-D tensor and the one after its last."""
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What follows from the tensors' metadata alone, worked out once for each combination of it."""
+
+    kernel: Kernel
+    arguments: _Arguments
+    blocks: int
+    rows: int
+    strides: tuple[int, int, int]
+    spans: tuple[int, int, int]
+    """Bytes from the first to behind the last of x, q and s."""
+
+
+def _span(t: torch.Tensor) -> int:
     rows, columns = t.shape
-    start = t.data_ptr()
-    return start, start + (((rows - 1) * t.stride(0) + columns) * t.element_size() if rows else 0)
+    return ((rows - 1) * t.stride(0) + columns) * t.element_size() if rows else 0
 
 
 class Stager:
@@ -132,6 +146,7 @@ class Stager:
             raise EngineError(
                 "device", f"{self.device.name} ({self.device.arch})", " or ".join(ARCHITECTURES), "Use the CPU engine."
             )
+        self._shapes: dict[tuple[Any, ...], _Shape] = {}
         self._kernels: dict[StagingPlan, tuple[Kernel, _Arguments]] = {}
         for plan in plans:
             work = job(hidden, scale_format, plan, self.device.arch)
@@ -167,69 +182,87 @@ class Stager:
             InputError: a tensor of a wrong dtype, shape, stride, device or alignment, or an output that overlaps `x`.
                 Nothing is launched then.
         """
-        self._check(x, q, s, num_tokens)
-        rows = x.shape[0]
-        if rows == 0:
+        key = (
+            x.shape, x.stride(), x.dtype, x.device,
+            q.shape, q.stride(), q.dtype, q.device,
+            s.shape, s.stride(), s.dtype, s.device,
+            plan,
+        )  # fmt: skip
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._check(x, q, s, plan)
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            self._shapes[key] = shape
+        count = 0
+        if num_tokens is not None:
+            self._check_count(num_tokens)
+            count = num_tokens.data_ptr()
+        at_x, at_q, at_s = x.data_ptr(), q.data_ptr(), s.data_ptr()
+        if shape.rows == 0:
             return
-        chosen = plan if plan is not None else select_plan(rows, self.hidden, self.device.multiprocessors)
-        if chosen not in self._kernels:
-            raise InputError(
-                "plan", chosen.name, ", ".join(p.name for p in self._kernels), "Load it in the constructor."
-            )
-        kernel, a = self._kernels[chosen]
+        end_x, end_q, end_s = at_x + shape.spans[0], at_q + shape.spans[1], at_s + shape.spans[2]
+        if at_x % 16 or at_q % 8 or at_s % 4 or (at_q < end_x and at_x < end_q) or (at_s < end_x and at_x < end_s):
+            self._refuse_place((at_x, end_x), (at_q, end_q), (at_s, end_s))
         where = raw_stream(stream, self.device.ordinal)
+        kernel, a = shape.kernel, shape.arguments
         with kernel.lock:
-            a.x, a.q, a.s = x.data_ptr(), q.data_ptr(), s.data_ptr()
-            a.num_tokens = 0 if num_tokens is None else num_tokens.data_ptr()
-            a.x_stride, a.q_stride, a.s_stride = 2 * x.stride(0), q.stride(0), 4 * s.stride(0)
-            a.tokens = rows
-            kernel.launch(chosen.blocks(rows * (self.hidden // BLOCK)), where)
+            a.x, a.q, a.s, a.num_tokens = at_x, at_q, at_s, count
+            a.x_stride, a.q_stride, a.s_stride = shape.strides
+            a.tokens = shape.rows
+            kernel.launch(shape.blocks, where)
 
-    def _check(self, x: torch.Tensor, q: torch.Tensor, s: torch.Tensor, num_tokens: torch.Tensor | None) -> None:
+    def _check(self, x: torch.Tensor, q: torch.Tensor, s: torch.Tensor, plan: StagingPlan | None) -> _Shape:
         h = self.hidden
         if x.dtype != torch.bfloat16:
             raise InputError("x", str(x.dtype), "torch.bfloat16", "Convert it with .bfloat16().")
         if x.dim() != 2 or x.shape[1] != h:
             raise InputError("x", f"shape {list(x.shape)}", f"[M, {h}]", "Pass rows of the layer's hidden size.")
-        rows = x.shape[0]
-        if rows * (h // BLOCK) > _MAX_GROUPS:
-            raise InputError("x", f"{rows} rows", f"at most {_MAX_GROUPS // (h // BLOCK)}", "Split the call.")
+        rows, per_row = x.shape[0], h // BLOCK
+        if rows * per_row > _MAX_GROUPS:
+            raise InputError("x", f"{rows} rows", f"at most {_MAX_GROUPS // per_row}", "Split the call.")
         if q.dtype not in (torch.float8_e4m3fn, torch.uint8):
             raise InputError("q", str(q.dtype), "torch.float8_e4m3fn or torch.uint8", "Allocate it so.")
         if s.dtype != torch.float32:
             raise InputError("s", str(s.dtype), "torch.float32", "Allocate it so.")
-        for name, t, columns, row_bytes, align in (
-            ("x", x, h, 16, 16),
-            ("q", q, h, 8, 8),
-            ("s", s, h // BLOCK, 4, 4),
-        ):
+        for name, t, columns, align in (("x", x, h, 16), ("q", q, h, 8), ("s", s, per_row, 4)):
+            self._check_device(name, t)
             if t.shape != (rows, columns):
                 raise InputError(name, f"shape {list(t.shape)}", f"[{rows}, {columns}]", "It must match x.")
-            self._check_place(name, t)
-            stride = t.stride(0) * t.element_size()
-            if rows and (t.stride(1) != 1 or stride % row_bytes or t.data_ptr() % align):
+            if t.stride(1) != 1 or (rows > 1 and t.stride(0) * t.element_size() % align):
                 raise InputError(
                     name,
-                    f"strides {list(t.stride())} at {t.data_ptr():#x}",
-                    f"contiguous columns, rows a multiple of {row_bytes} bytes apart, {align}-byte aligned",
+                    f"strides {list(t.stride())}",
+                    f"contiguous columns and rows a multiple of {align // t.element_size()} elements apart",
                     "Call .contiguous() on it." if name == "x" else "Allocate it so.",
                 )
             if rows > 1 and name != "x" and t.stride(0) < columns:
                 raise InputError(name, f"row stride {t.stride(0)}", f"at least {columns}", "Its rows overlap.")
-        first, last = _span(x)
-        for name, t in (("q", q), ("s", s)):
-            start, end = _span(t)
-            if start < last and first < end:
-                raise InputError(name, "memory that overlaps x", "memory of its own", "Staging is not in place.")
-        if num_tokens is not None:
-            self._check_place("num_tokens", num_tokens)
-            if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1:
-                given = f"{num_tokens.dtype} {list(num_tokens.shape)}"
-                raise InputError(
-                    "num_tokens", given, "one torch.int32 on the GPU", "Pass torch.tensor(n, dtype=int32)."
-                )
+        chosen = plan if plan is not None else select_plan(rows, h, self.device.multiprocessors)
+        if chosen not in self._kernels:
+            raise InputError(
+                "plan", chosen.name, ", ".join(p.name for p in self._kernels), "Load it in the constructor."
+            )
+        strides = (2 * x.stride(0), q.stride(0), 4 * s.stride(0))
+        return _Shape(
+            *self._kernels[chosen], chosen.blocks(rows * per_row), rows, strides, (_span(x), _span(q), _span(s))
+        )
 
-    def _check_place(self, name: str, t: torch.Tensor) -> None:
+    @staticmethod
+    def _refuse_place(x: tuple[int, int], q: tuple[int, int], s: tuple[int, int]) -> None:
+        for name, (start, _), align in (("x", x, 16), ("q", q, 8), ("s", s, 4)):
+            if start % align:
+                raise InputError(name, f"address {start:#x}", f"{align}-byte aligned", "Start it at another column.")
+        name = "q" if q[0] < x[1] and x[0] < q[1] else "s"
+        raise InputError(name, "memory that overlaps x", "memory of its own", "Staging does not work in place.")
+
+    def _check_count(self, num_tokens: torch.Tensor) -> None:
+        self._check_device("num_tokens", num_tokens)
+        if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1:
+            given = f"{num_tokens.dtype} {list(num_tokens.shape)}"
+            raise InputError("num_tokens", given, "one torch.int32 on the GPU", "Pass torch.tensor(n, dtype=int32).")
+
+    def _check_device(self, name: str, t: torch.Tensor) -> None:
         wanted = self._driver.device_type
         if t.device.type != wanted or (wanted == "cuda" and t.device.index != self.device.ordinal):
             place = f"{wanted}:{self.device.ordinal}"
