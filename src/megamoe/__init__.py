@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megamoe.errors import MegaMoEError
+    from megamoe.formats.checkpoint import Checkpoint, checkpoint
     from megamoe.spec import MoESpec
     from megamoe.weights import ExpertWeights
 
@@ -16,12 +17,14 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it. A new name needs one line here, one above and one in `__all__`.
 _HOME = {
+    "Checkpoint": "megamoe.formats.checkpoint",
     "ExpertWeights": "megamoe.weights",
     "MegaMoEError": "megamoe.errors",
     "MoESpec": "megamoe.spec",
+    "checkpoint": "megamoe.formats.checkpoint",
 }
 
-__all__ = ["ExpertWeights", "MegaMoEError", "MoESpec", "__version__"]
+__all__ = ["Checkpoint", "ExpertWeights", "MegaMoEError", "MoESpec", "__version__", "checkpoint"]
 
 
 def __getattr__(name: str) -> object:

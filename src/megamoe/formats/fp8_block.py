@@ -30,6 +30,9 @@ E4M3_MAX: Final = 448.0
 SMALLEST_AMAX: Final = 1e-10
 """Lower bound of a group's amax (as the float32 nearest to it), so that a group of zeros has a finite multiplier."""
 
+_STRIP_ELEMENTS: Final = 1 << 20
+"""Weights quantised at a time (rounded to rows of blocks): enough to be fast, little enough to stay in cache."""
+
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """Convert float32 to e4m3: round to nearest even, saturate at +-448 (infinities too), every NaN becomes 0x7F.
@@ -50,9 +53,12 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return q
 
 
-def _scale_and_multiplier(amax: torch.Tensor, scale_format: ScaleFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_scale_format(scale_format: ScaleFormat) -> None:
     if scale_format not in ("float32", "ue8m0"):
         raise FormatError("scale_format", scale_format, "'float32' or 'ue8m0'", "Use 'float32' unless told otherwise.")
+
+
+def _scale_and_multiplier(amax: torch.Tensor, scale_format: ScaleFormat) -> tuple[torch.Tensor, torch.Tensor]:
     amax = amax.float().clamp(min=SMALLEST_AMAX)
     # Both operands must be tensors of one device: with a Python number torch multiplies by a rounded reciprocal
     # instead (448 / amax everywhere, amax / 448 on CUDA).
@@ -102,6 +108,7 @@ def quantize_activations(x: torch.Tensor, scale_format: ScaleFormat = "float32")
             f"[M, H] with H a positive multiple of {BLOCK}",
             "Use the bf16 format for other widths.",
         )
+    _check_scale_format(scale_format)
     rows, columns = x.shape
     groups = x.reshape(rows, columns // BLOCK, BLOCK)
     s, r = _scale_and_multiplier(groups.abs().amax(-1), scale_format)
@@ -115,8 +122,7 @@ def dequantize_activations(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     return (groups * s.unsqueeze(-1)).flatten(1)
 
 
-def _blocks(w: torch.Tensor) -> torch.Tensor:
-    """View ``[..., N, K]`` as ``[..., N/128, 128, K/128, 128]``."""
+def _check_blocks(w: torch.Tensor) -> None:
     if w.dim() < 2 or w.shape[-1] == 0 or w.shape[-2] == 0 or w.shape[-1] % BLOCK or w.shape[-2] % BLOCK:
         raise FormatError(
             "w",
@@ -124,6 +130,10 @@ def _blocks(w: torch.Tensor) -> torch.Tensor:
             f"[..., N, K] with N and K positive multiples of {BLOCK}",
             "Keep such weights in the bf16 format.",
         )
+
+
+def _blocks(w: torch.Tensor) -> torch.Tensor:
+    """View ``[..., N, K]`` as ``[..., N/128, 128, K/128, 128]``."""
     return w.reshape(*w.shape[:-2], w.shape[-2] // BLOCK, BLOCK, w.shape[-1] // BLOCK, BLOCK)
 
 
@@ -135,7 +145,7 @@ def _per_block(s: torch.Tensor) -> torch.Tensor:
 def quantize_weights(w: torch.Tensor, scale_format: ScaleFormat = "float32") -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights to e4m3 with one scale per 128 x 128 block, by the formulas of `quantize_activations`.
 
-    Needs temporaries of about ten bytes an element: for a whole layer go expert by expert (`megamoe.formats.convert`).
+    Goes by rows of blocks: temporaries are a few megabytes, not a multiple of the weights.
 
     Args:
         w: bfloat16 or float32 ``[..., N, K]``, N and K multiples of 128, all values finite.
@@ -150,15 +160,26 @@ def quantize_weights(w: torch.Tensor, scale_format: ScaleFormat = "float32") -> 
     """
     if w.dtype not in (torch.bfloat16, torch.float32):
         raise FormatError("w", str(w.dtype), "torch.bfloat16 or torch.float32", "Convert it with .bfloat16().")
-    blocks = _blocks(w)
-    s, r = _scale_and_multiplier(blocks.abs().amax((-3, -1)), scale_format)
+    _check_blocks(w)
+    _check_scale_format(scale_format)
+    n, k = w.shape[-2:]
+    strips = w.reshape(-1, k)
+    q = torch.empty(strips.shape, dtype=E4M3, device=w.device)
+    s = torch.empty(strips.shape[0] // BLOCK, k // BLOCK, dtype=torch.float32, device=w.device)
+    step = max(1, _STRIP_ELEMENTS // (BLOCK * k)) * BLOCK
+    for row in range(0, strips.shape[0], step):
+        blocks = _blocks(strips[row : row + step].float())
+        part, r = _scale_and_multiplier(blocks.abs().amax((-3, -1)), scale_format)
+        s[row // BLOCK : row // BLOCK + part.shape[0]] = part
+        byte = to_e4m3(blocks * _per_block(r)).view(-1, k).view(torch.uint8)
+        q[row : row + step].view(torch.uint8).copy_(byte)
+    s = s.view(*w.shape[:-2], n // BLOCK, k // BLOCK)
     bad = ~s.isfinite()
     if bool(bad.any()):
         block = [int(i) for i in bad.nonzero()[0]]
         raise WeightError(
             "w", f"NaN or Inf in block {block}", "finite weights", "The weights are damaged; reload them."
         )
-    q = to_e4m3(blocks.float() * _per_block(r))
     return q.view(w.shape), s if scale_format == "float32" else ue8m0.encode(s)
 
 
@@ -177,5 +198,6 @@ def dequantize_weights(q: torch.Tensor, s: torch.Tensor, dtype: torch.dtype = to
         FormatError: N or K is not a multiple of 128.
     """
     scale = ue8m0.decode(s) if s.dtype == ue8m0.E8M0 else s.float()
+    _check_blocks(q)
     blocks = _blocks(q.float())
     return (blocks * _per_block(scale)).to(dtype).reshape(q.shape)
