@@ -72,7 +72,9 @@ def _quantise(values: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor
     return (values / scales).to(E4M3), scales.squeeze(dims)
 
 
-def workload(name: str, phase: str, *, tokens: int = 8192, device: int = 0, seed: int = 0) -> Workload:
+def workload(
+    name: str, phase: str, *, tokens: int = 8192, device: str | torch.device = "cuda", seed: int = 0
+) -> Workload:
     """Gaussian activations and weights of one projection of model `name`, routes spread evenly over the experts.
 
     Raises:
@@ -87,7 +89,7 @@ def workload(name: str, phase: str, *, tokens: int = 8192, device: int = 0, seed
     if rest or not each:
         raise InputError("tokens", tokens, "whole tiles of 128 rows for each expert", "Use 8192.")
     rows = (each * TILE_ROWS,) * groups
-    m, where = sum(rows), torch.device("cuda", device)
+    m, where = sum(rows), torch.device(device)
     generator = torch.Generator(where).manual_seed(seed)
     a, a_scales = torch.empty(m, k, dtype=E4M3, device=where), torch.empty(m, k // BLOCK, device=where)
     b = torch.empty(groups, n, k, dtype=E4M3, device=where)
@@ -120,7 +122,7 @@ def oracle_error(load: Workload, groups: Sequence[int], interleaved: bool = Fals
 
 def _bound(plan: GemmPlan, load: Workload) -> Launch:
     """A launch of `plan` on the operands of `load`."""
-    gemm = GroupedGemm(plan, load.a.device.index or 0)
+    gemm = GroupedGemm(plan, load.a.device.index or 0)  # the driver counts visible GPUs as torch does
     made = problem_from(plan, load.rows, load.a, load.a_scales, load.b, load.b_scales)
     problem = replace(made, out=load.out)
     return lambda: gemm(problem)
@@ -171,7 +173,7 @@ def benchmark(
     peers: Mapping[str, Peer] | None = None,
     samples: int = 30,
     rounds: int = 6,
-    device: int = 0,
+    device: str | torch.device = "cuda",
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
     """Rows of every model, phase, protocol and engine.
@@ -189,7 +191,7 @@ def benchmark(
         Rows for `megamoe.bench.results`. ``error`` is against the oracle, over the first and the last group;
         ``equal_bits`` says whether the whole output equals that of the first plan of the same row order.
     """
-    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=torch.device("cuda", device))
+    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
     for name in models:
         for phase in PHASES:
             load = workload(name, phase, device=device)
