@@ -17,6 +17,7 @@ from megamoe.spec import BLOCK
 __all__ = [
     "ARENA",
     "MAX_RANKS",
+    "REPORT_WORDS",
     "WORKSPACE",
     "Field",
     "Params",
@@ -115,8 +116,7 @@ ARENA: Final = (
 
 WORKSPACE: Final = (
     Field("epoch", "u32", 4, lambda s: 1, "calls completed"),
-    Field("error", "u32", 4, lambda s: 4, "kinds of bad input seen in the kernel (ids, token counts)"),
-    Field("expert_totals", "u32", 4, lambda s: s.local_experts, "routes received per local expert, last call"),
+    Field("received", "u64", 8, lambda s: s.local_experts, "routes received per local expert, all calls"),
     Field("barrier", "u32", 4, lambda s: BANKS * 4, "[bank] arrivals: counted, listed, tiles stored, exits"),
     Field("own_counts", "u32", 4, lambda s: BANKS * s.experts, "[bank][expert] this rank's routes"),
     Field("arrived", "u32", 4, lambda s: BANKS * s.local_experts, "[bank][local expert] pool rows written"),
@@ -129,6 +129,10 @@ WORKSPACE: Final = (
     Field("h_pool_scales", "float", 4, lambda s: s.pool_rows * s.intermediate // BLOCK, "their scales [I/128][row]"),
 )
 """Local fields, in order."""
+
+
+REPORT_WORDS: Final = 16
+"""32-bit words of the host-visible report: see `Params`."""
 
 
 def offsets(fields: tuple[Field, ...], sizes: Sizes) -> list[int]:
@@ -188,7 +192,7 @@ _PARAM_DOCS: Final[dict[str, tuple[str, str]]] = {
     "out": ("__nv_bfloat16* out", "[tokens][H]"),
     "out_stride": ("u64 out_stride", "elements from one output row to the next"),
     "num_tokens": ("const int* num_tokens", "device scalar, or null: `tokens` holds"),
-    "report": ("u32* report", "host-visible record of an expired wait"),
+    "report": ("u32* report", "host-visible: [0..5] an expired wait, [8] ids out of range, [9] bad token count"),
     "timeout_ns": ("u64 timeout_ns", "deadline of one wait"),
     "tokens": ("u32 tokens", ""),
     "capacity": ("u32 capacity", "token cap of a rank"),

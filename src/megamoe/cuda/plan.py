@@ -56,13 +56,17 @@ class Plan:
 
     Args:
         wide: tiles of up to 128 tokens on the M side of WGMMA.
-        swap: tiles of up to 64 tokens on the N side. With both, an expert's last tile is swapped when it has at most 64.
+        swap: tiles of up to 64 tokens on the N side. With both kinds, an expert's last tile is swapped if it can be.
         stages: depth of the operand ring.
         staging_buffers: staging buffers of a math warpgroup.
         pulled_rows: token rows that a CTA's dispatch warp has in flight.
         wave_experts: experts of one wave of the tile order; None: all of a rank, so all first GEMMs come first.
         lag: waves by which the second GEMM stays behind the first.
         peek: test the next stage's barrier under the last product of a k-block.
+        pipeline_limit_ticks: a pipeline inside a CTA that stands still for so many ticks of 4.3 s traps: the last
+            resort, far beyond the deadline of any wait for a peer.
+        role_registers: registers of a thread of the role warpgroup.
+        math_registers: registers of a math thread.
     """
 
     wide: bool = True
@@ -73,6 +77,7 @@ class Plan:
     wave_experts: int | None = None
     lag: int = 0
     peek: bool = False
+    pipeline_limit_ticks: int = 300
     role_registers: int = 56
     math_registers: int = 224
 
@@ -139,7 +144,9 @@ class Plan:
             )
         routing = (sizes.experts + sizes.ranks) * 4
         if routing > layout.staging:
-            raise EngineError("experts", sizes.experts, f"at most {layout.staging // 4 - sizes.ranks} with this plan", "")
+            raise EngineError(
+                "experts", sizes.experts, f"at most {layout.staging // 4 - sizes.ranks} with this plan", ""
+            )
 
     def config(self, sizes: Sizes) -> dict[str, bool | int | float]:
         """Constants of the compilation. Raises EngineError when the plan is not legal."""
@@ -159,6 +166,7 @@ class Plan:
             "kWaveExperts": min(self.wave_experts or sizes.local_experts, sizes.local_experts),
             "kLag": self.lag,
             "kPeek": self.peek,
+            "kPipelineLimitTicks": self.pipeline_limit_ticks,
             "kRoleRegisters": self.role_registers,
             "kMathRegisters": self.math_registers,
             "kStagingOffset": layout.staging,

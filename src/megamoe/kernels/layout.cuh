@@ -3,8 +3,10 @@
 // Every number that the host also needs (legality of a plan, bytes of shared memory) is computed by megamoe.cuda.plan and
 // arrives through config.cuh; arrival counts are stated here and nowhere else.
 #pragma once
-#include "arena_gen.cuh"
 #include "config.cuh"
+#define MEGAMOE_PIPELINE_LIMIT_TICKS config::kPipelineLimitTicks
+
+#include "arena_gen.cuh"
 #include "tile.cuh"
 
 namespace megamoe {

@@ -27,15 +27,18 @@ MEGAMOE_DEVICE void raise_abort(const Params& p) {
   for (u32 r = 0; r < kRanks; ++r) ptx::st_relaxed_sys(arena::abort(p, r), 1u);
 }
 
-// Rank, phase, index, awaited and seen of the first wait that expired (word 0: 1 once written).
+// Words of the host-visible report.
+enum Report : u32 { kExpired, kExpiredRank, kExpiredPhase, kExpiredIndex, kAwaited, kSeen, kBadId = 8, kBadTokenCount };
+
+// The first wait that expired; word kExpired becomes 1 when the others are written.
 MEGAMOE_DEVICE void report_expired(const Params& p, Phase phase, u32 index, u32 awaited, u32 seen) {
-  if (p.report == nullptr || ptx::atom_cas_acq_rel_sys(p.report, 0, 2) != 0) return;
-  ptx::st_relaxed_sys(p.report + 1, p.rank);
-  ptx::st_relaxed_sys(p.report + 2, static_cast<u32>(phase));
-  ptx::st_relaxed_sys(p.report + 3, index);
-  ptx::st_relaxed_sys(p.report + 4, awaited);
-  ptx::st_relaxed_sys(p.report + 5, seen);
-  ptx::st_release_sys(p.report, 1u);
+  if (ptx::atom_cas_acq_rel_sys(p.report + kExpired, 0, 2) != 0) return;
+  ptx::st_relaxed_sys(p.report + kExpiredRank, p.rank);
+  ptx::st_relaxed_sys(p.report + kExpiredPhase, static_cast<u32>(phase));
+  ptx::st_relaxed_sys(p.report + kExpiredIndex, index);
+  ptx::st_relaxed_sys(p.report + kAwaited, awaited);
+  ptx::st_relaxed_sys(p.report + kSeen, seen);
+  ptx::st_release_sys(p.report + kExpired, 1u);
 }
 
 // Waits until `reached(load())`. `load` is an acquire of one word. False: the wait expired, here or elsewhere, and the

@@ -1,0 +1,131 @@
+"""One rank of the fused kernel: its memory, its arguments, its launches.
+
+Nothing here knows where peer memory comes from (`memory.py`) or who calls (`engine.py`); the same functions fill the
+arguments for the simulator, where addresses are the CPU's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from megamoe.cuda.arena import ARENA, MAX_RANKS, WORKSPACE, Field, Params, Sizes, offsets, total_bytes
+from megamoe.cuda.driver import TensorMapSpec
+from megamoe.cuda.plan import Plan
+from megamoe.cuda.relayout import KernelWeights
+from megamoe.cuda.toolchain import Job
+from megamoe.spec import BLOCK, MoESpec
+
+__all__ = ["SOURCE", "Buffers", "fill_params", "job", "sizes_of", "tensor_maps"]
+
+SOURCE: Final = "mega_sm90.cu"
+KERNEL: Final = "mega"
+
+_DTYPES: Final = {
+    "u8": torch.uint8,
+    "u32": torch.int32,  # torch's unsigned types lack operations; the bits are the same
+    "int": torch.int32,
+    "u64": torch.int64,
+    "float": torch.float32,
+    "uint4": torch.int32,
+    "__nv_bfloat16": torch.bfloat16,
+}
+
+
+def sizes_of(spec: MoESpec, ranks: int, max_tokens: int) -> Sizes:
+    """What the memory of this layer follows from. Raises SpecError when `ranks` does not divide the experts."""
+    return Sizes(
+        hidden=spec.hidden,
+        intermediate=spec.intermediate,
+        topk=spec.topk,
+        ranks=ranks,
+        local_experts=spec.local_experts(ranks),
+        capacity=max(1, max_tokens),
+    )
+
+
+def job(plan: Plan, sizes: Sizes, arch: str = "sm_90a") -> Job:
+    """What to compile for this plan and layer. Raises EngineError when the plan is not legal."""
+    return Job(SOURCE, plan.config(sizes), arch)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Arena and workspace of one rank: uint8 tensors, zero before the first call."""
+
+    sizes: Sizes
+    arena: torch.Tensor
+    workspace: torch.Tensor
+
+    @staticmethod
+    def allocate(sizes: Sizes, device: torch.device | str) -> Buffers:
+        """Both buffers on `device`, zeroed."""
+        return Buffers(
+            sizes,
+            torch.zeros(total_bytes(ARENA, sizes), dtype=torch.uint8, device=device),
+            torch.zeros(total_bytes(WORKSPACE, sizes), dtype=torch.uint8, device=device),
+        )
+
+    def view(self, name: str) -> torch.Tensor:
+        """The field `name` as a flat tensor of its element type (a uint4 counts as four int32)."""
+        for buffer, fields in ((self.arena, ARENA), (self.workspace, WORKSPACE)):
+            for field, at in zip(fields, offsets(fields, self.sizes), strict=True):
+                if field.name == name:
+                    return _view(buffer, field, at, self.sizes)
+        raise KeyError(name)
+
+
+def _view(buffer: torch.Tensor, field: Field, at: int, sizes: Sizes) -> torch.Tensor:
+    return buffer[at : at + field.itemsize * field.count(sizes)].view(_DTYPES[field.ctype])
+
+
+def fill_params(
+    params: Params,
+    spec: MoESpec,
+    rank: int,
+    own: Buffers,
+    arenas: Sequence[int],
+    weights: KernelWeights,
+    *,
+    timeout_ns: int,
+    report: int = 0,
+) -> None:
+    """Write everything that stays the same from call to call.
+
+    Args:
+        params: where to write.
+        spec: the layer.
+        rank: this rank.
+        own: its buffers.
+        arenas: address of every rank's arena as this rank sees it.
+        weights: its experts.
+        timeout_ns: deadline of one wait, nanoseconds.
+        report: address of the host-visible record of an expired wait (8 words), or 0.
+    """
+    sizes = own.sizes
+    params.arena = (ctypes.c_uint64 * MAX_RANKS)(*arenas)
+    params.arena_at = type(params.arena_at)(*offsets(ARENA, sizes))
+    params.workspace = own.workspace.data_ptr()
+    params.workspace_at = type(params.workspace_at)(*offsets(WORKSPACE, sizes))
+    params.w13, params.w13_scales = weights.w13.data_ptr(), weights.w13_scales.data_ptr()
+    params.w2, params.w2_scales = weights.w2.data_ptr(), weights.w2_scales.data_ptr()
+    params.report, params.timeout_ns = report, timeout_ns
+    params.capacity, params.pool_rows, params.pool_tiles = sizes.capacity, sizes.pool_rows, sizes.pool_tiles
+    params.rank = rank
+    params.clamp = math.inf if spec.clamp is None else spec.clamp
+
+
+def tensor_maps(own: Buffers) -> tuple[TensorMapSpec, ...]:
+    """The kernel's maps in order: boxes of 128 rows of the input and intermediate pools, then boxes of 8 rows."""
+    sizes = own.sizes
+    pools = ((own.view("x_pool").data_ptr(), sizes.hidden), (own.view("h_pool").data_ptr(), sizes.intermediate))
+    return tuple(
+        TensorMapSpec(pointer, "uint8", (width, sizes.pool_rows), (width,), (BLOCK, rows))
+        for rows in (128, 8)
+        for pointer, width in pools
+    )

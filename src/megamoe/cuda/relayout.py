@@ -1,0 +1,124 @@
+"""Checkpoint layout to the fused kernel's layout: weights as contiguous swizzled tiles, scales beside their tile.
+
+A weight tile is 128 rows x 128 bytes as it will lie in shared memory: 16-byte chunk c of row r at chunk
+``c ^ (r % 8)``, the 128-byte swizzle of a WGMMA operand. One bulk copy of 16 KB brings a tile. Rows of w13 alternate, 8 of gate and 8 of
+up, so that 256 rows give the 128 columns of one scale group of the intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.errors import EngineError
+from megamoe.formats import ue8m0
+from megamoe.spec import BLOCK, MoESpec
+from megamoe.weights import ExpertWeights
+
+__all__ = ["KernelWeights", "relayout", "scale_shapes"]
+
+INTERLEAVE = 8
+CHUNK = 16
+"""Bytes of a swizzle chunk."""
+
+TILE_SCALES = 4
+"""Weight scales stored for a tile of 256 rows and a k-block: even and odd groups of 8 rows, of either half."""
+
+
+@dataclass(frozen=True)
+class KernelWeights:
+    """One rank's weights as the fused kernel reads them.
+
+    Attributes:
+        w13: uint8 ``[EL, 2I/128, H/128, 128, 128]`` swizzled tiles.
+        w13_scales: float32 ``[EL, I/128, H/128, 4]``: gate, up, gate, up.
+        w2: uint8 ``[EL, H/128, I/128, 128, 128]``.
+        w2_scales: float32 ``[EL, ceil(H/256), I/128, 4]``: first 128 rows twice, second 128 rows twice.
+    """
+
+    w13: torch.Tensor
+    w13_scales: torch.Tensor
+    w2: torch.Tensor
+    w2_scales: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all four tensors."""
+        return sum(t.numel() * t.element_size() for t in (self.w13, self.w13_scales, self.w2, self.w2_scales))
+
+    @staticmethod
+    def empty(spec: MoESpec, local_experts: int, device: torch.device | str) -> KernelWeights:
+        """Memory for the weights of `local_experts` experts."""
+        h, i, el = spec.hidden // BLOCK, spec.intermediate // BLOCK, local_experts
+        s13, s2 = scale_shapes(spec, local_experts)
+        return KernelWeights(
+            w13=torch.empty((el, 2 * i, h, BLOCK, BLOCK), dtype=torch.uint8, device=device),
+            w13_scales=torch.empty(s13, dtype=torch.float32, device=device),
+            w2=torch.empty((el, h, i, BLOCK, BLOCK), dtype=torch.uint8, device=device),
+            w2_scales=torch.empty(s2, dtype=torch.float32, device=device),
+        )
+
+
+def scale_shapes(spec: MoESpec, local_experts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of `KernelWeights.w13_scales` and `w2_scales`."""
+    h, i = spec.hidden // BLOCK, spec.intermediate // BLOCK
+    return (local_experts, i, h, TILE_SCALES), (local_experts, -(-h // 2), i, TILE_SCALES)
+
+
+def _tiles(matrix: torch.Tensor, out: torch.Tensor) -> None:
+    """One expert's ``[N, K]`` bytes into swizzled tiles ``[N/128, K/128, 128, 128]``."""
+    n, k = matrix.shape
+    row = torch.arange(BLOCK, device=matrix.device)
+    chunk = torch.arange(BLOCK // CHUNK, device=matrix.device)
+    source = chunk[None, :] ^ (row[:, None] % 8)
+    tiles = matrix.view(n // BLOCK, BLOCK, k // BLOCK, BLOCK // CHUNK, CHUNK).permute(0, 2, 1, 3, 4)
+    out.view(n // BLOCK, k // BLOCK, BLOCK, BLOCK // CHUNK, CHUNK).copy_(tiles[:, :, row[:, None], source])
+
+
+def _float_scales(scale: torch.Tensor) -> torch.Tensor:
+    return ue8m0.decode(scale) if scale.dtype == torch.float8_e8m0fnu else scale
+
+
+def _experts(weights: ExpertWeights) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    for e in range(weights.local_experts):
+        yield weights.w13[e].view(torch.uint8), weights.w2[e].view(torch.uint8)
+
+
+def relayout(spec: MoESpec, weights: ExpertWeights, out: KernelWeights) -> None:
+    """Write `weights` into `out`, expert by expert: one expert of extra memory on the output's device.
+
+    Args:
+        spec: the layer.
+        weights: fp8_block weights, checked, on any device.
+        out: memory from `KernelWeights.empty`; its addresses stay, so captured graphs see the new weights.
+
+    Raises:
+        EngineError: another format; the message names how to convert.
+    """
+    if weights.format != "fp8_block":
+        raise EngineError(
+            "weights.format",
+            weights.format,
+            "fp8_block on the GPU engine",
+            "Convert explicitly (megamoe.formats), or use backend='cpu'.",
+        )
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    i = spec.intermediate
+    for e, (w13, w2) in enumerate(_experts(weights)):
+        up_and_gate = w13.to(out.w13.device, non_blocking=True)
+        mixed = up_and_gate.view(2, i // INTERLEAVE, INTERLEAVE, -1).transpose(0, 1).reshape(2 * i, -1)
+        _tiles(mixed, out.w13[e])
+        _tiles(w2.to(out.w2.device, non_blocking=True), out.w2[e])
+    s13 = _float_scales(weights.w13_scale).to(out.w13_scales.device)
+    gate, up = s13[:, : i // BLOCK], s13[:, i // BLOCK :]
+    out.w13_scales.copy_(torch.stack((gate, up, gate, up), dim=-1))
+    s2 = _float_scales(weights.w2_scale).to(out.w2_scales.device)
+    blocks = s2.shape[1]
+    first, second = s2[:, 0::2], torch.zeros_like(s2[:, 0::2])
+    second[:, : blocks // 2] = s2[:, 1::2]
+    out.w2_scales.copy_(torch.stack((first, first, second, second), dim=-1))
