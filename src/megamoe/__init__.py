@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megamoe.errors import MegaMoEError
     from megamoe.formats.checkpoint import Checkpoint, checkpoint
+    from megamoe.group import LocalGroup, local_group
+    from megamoe.layer import MegaMoE
     from megamoe.spec import MoESpec
     from megamoe.weights import ExpertWeights
 
@@ -19,12 +21,25 @@ __version__ = "0.1.0"
 _HOME = {
     "Checkpoint": "megamoe.formats.checkpoint",
     "ExpertWeights": "megamoe.weights",
+    "LocalGroup": "megamoe.group",
+    "MegaMoE": "megamoe.layer",
     "MegaMoEError": "megamoe.errors",
     "MoESpec": "megamoe.spec",
     "checkpoint": "megamoe.formats.checkpoint",
+    "local_group": "megamoe.group",
 }
 
-__all__ = ["Checkpoint", "ExpertWeights", "MegaMoEError", "MoESpec", "__version__", "checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "ExpertWeights",
+    "LocalGroup",
+    "MegaMoE",
+    "MegaMoEError",
+    "MoESpec",
+    "__version__",
+    "checkpoint",
+    "local_group",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,89 @@
+"""Who computes what: the source rank's list of rows and routes for each owner, and the owner's order by expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.errors import InputError
+from megamoe.spec import MoESpec
+
+__all__ = ["ROUTE_BYTES", "Outgoing", "by_expert", "pack_routes", "plan_dispatch", "unpack_routes"]
+
+ROUTE_BYTES = 12
+"""Bytes of a route on the wire: row, local expert (int32 each) and weight (float32)."""
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What one source rank sends to one owner, in (token, slot) order.
+
+    Attributes:
+        tokens: int64 ``[rows]``: the distinct tokens that some expert of the owner wants; each row travels once.
+        row: int64 ``[routes]``: index into `tokens` of each route.
+        expert: int64 ``[routes]``: expert of each route, counted from the owner's first.
+        weight: float32 ``[routes]``.
+        position: int64 ``[routes]``: ``token * k + slot``, where the route's result belongs.
+    """
+
+    tokens: torch.Tensor
+    row: torch.Tensor
+    expert: torch.Tensor
+    weight: torch.Tensor
+    position: torch.Tensor
+
+
+def plan_dispatch(spec: MoESpec, ranks: int, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> list[Outgoing]:
+    """Split one rank's routes by owner.
+
+    Args:
+        expert_ids: int32 or int64 ``[M, k]``; -1 marks a route that is skipped.
+        expert_weights: float32 ``[M, k]``.
+
+    Returns:
+        One `Outgoing` per rank.
+
+    Raises:
+        InputError: an id outside ``[-1, E)``; says where the first one is.
+    """
+    flat = expert_ids.reshape(-1)
+    bad = (flat < -1) | (flat >= spec.experts)
+    if bool(bad.any()):
+        index = int(bad.nonzero()[0])
+        raise InputError(
+            f"expert_ids[{index // spec.topk}, {index % spec.topk}]",
+            int(flat[index]),
+            f"-1 (skip), or 0 to {spec.experts - 1}",
+            "Pass global expert ids.",
+        )
+    position = (flat >= 0).nonzero().squeeze(1)
+    expert = flat[position].long()
+    weight = expert_weights.reshape(-1)[position]
+    local_experts = spec.experts // ranks
+    plans = []
+    for rank in range(ranks):
+        mine = (expert.div(local_experts, rounding_mode="floor") == rank).nonzero().squeeze(1)
+        where = position[mine]
+        # Positions ascend, so equal tokens are neighbours.
+        tokens, row = torch.unique_consecutive(where // spec.topk, return_inverse=True)
+        plans.append(Outgoing(tokens, row, expert[mine] - rank * local_experts, weight[mine], where))
+    return plans
+
+
+def pack_routes(plan: Outgoing) -> torch.Tensor:
+    """Bytes of a plan's routes: uint8 ``[routes, ROUTE_BYTES]``."""
+    fields = torch.stack((plan.row.int(), plan.expert.int(), plan.weight.contiguous().view(torch.int32)), dim=1)
+    return fields.view(torch.uint8)
+
+
+def unpack_routes(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row, local expert (int64) and weight (float32) of `pack_routes` bytes."""
+    fields = packed.view(torch.int32)
+    return fields[:, 0].long(), fields[:, 1].long(), fields[:, 2].contiguous().view(torch.float32)
+
+
+def by_expert(expert: torch.Tensor, local_experts: int) -> tuple[torch.Tensor, list[int]]:
+    """The expert-major order of routes (stable) and the number of routes of every expert."""
+    counts = torch.bincount(expert, minlength=local_experts)
+    return torch.argsort(expert, stable=True), counts.tolist()

@@ -1,0 +1,135 @@
+"""What an engine is, and which one runs here.
+
+An engine hosts the ranks of one group that live in this process: one rank when ranks are processes, all of them in a
+`megamoe.local_group`. It receives calls that are already checked (`megamoe.inputs`) and owns everything between them
+and the output: dispatch, both products, combine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, get_args
+
+import torch
+
+from megamoe.errors import EngineError, MegaMoEError
+from megamoe.spec import MoESpec
+from megamoe.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from megamoe.control import Control
+
+__all__ = ["Backend", "Call", "Engine", "Placement", "create_engine"]
+
+Backend = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which ranks of a group of `ranks` live in this process.
+
+    Attributes:
+        ranks: size R of the group.
+        local: the ranks hosted here, ascending.
+        devices: CUDA device indices to spread them over, or None for the engine's choice.
+    """
+
+    ranks: int
+    local: tuple[int, ...]
+    devices: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One rank's share of a call, checked by `megamoe.inputs.check_call`.
+
+    Attributes:
+        x: BF16 ``[M, H]``, or e4m3 ``[M, H]`` when `scales` is given.
+        scales: float32 ``[M, H / 128]``, or None.
+        expert_ids: int32 or int64 ``[M, k]``.
+        expert_weights: float32 ``[M, k]``.
+        out: BF16 ``[M, H]``; rows from `num_tokens` on are not written.
+        num_tokens: tokens that count: a number, or an int32 tensor of one element on the engine's device.
+        bound: largest token count of the call, equal on all ranks.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    expert_ids: torch.Tensor
+    expert_weights: torch.Tensor
+    out: torch.Tensor
+    num_tokens: int | torch.Tensor
+    bound: int
+
+
+class Engine(Protocol):
+    """The interface that `MegaMoE` and `LocalGroup` drive. Lists have one entry per hosted rank, in `Placement` order.
+
+    `load`, `warmup`, `forward`, `refuse` and `reset` are collective: every rank of the group enters them.
+    """
+
+    name: str
+    device: torch.device
+
+    def load(self, weights: Sequence[ExpertWeights]) -> None:
+        """Take the hosted ranks' weights; replaces earlier ones. They were checked against the spec."""
+
+    def warmup(self, bound: int) -> None:
+        """Do now whatever a first call with `bound` would do (compile, allocate)."""
+
+    def forward(self, calls: Sequence[Call]) -> None:
+        """Run one call per hosted rank and write its `out`.
+
+        Raises:
+            InputError: a value that only the engine looks at (an expert id out of range).
+            PeerError: another rank refused the call or failed in it.
+            DeadlineError: another rank did not answer in time.
+        """
+
+    def refuse(self, error: MegaMoEError) -> NoReturn:
+        """Tell the other ranks that this rank refuses the call that they enter, then raise `error`."""
+
+    def stats(self, index: int) -> torch.Tensor:
+        """Routes received so far by each expert of the `index`-th hosted rank: int64 ``[EL]``, on the CPU."""
+
+    def clear_stats(self) -> None:
+        """Set the counters of `stats` to zero."""
+
+    def check(self) -> None:
+        """Wait for outstanding work and raise what went wrong on the device."""
+
+    def reset(self) -> None:
+        """Recover from an error that left the ranks out of step."""
+
+    def close(self) -> None:
+        """Release everything. Safe to call twice."""
+
+
+def create_engine(
+    spec: MoESpec, placement: Placement, control: Control, max_tokens: int, backend: Backend = "auto"
+) -> Engine:
+    """The engine for `backend`; ``"auto"`` takes the GPU engine where it runs, else the CPU engine.
+
+    Raises:
+        EngineError: an unknown backend, or one that cannot run here.
+    """
+    if backend not in get_args(Backend):
+        raise EngineError("backend", backend, "'auto', 'cpu' or 'cuda'", "Use 'auto' unless you need a certain engine.")
+    if backend == "cuda":
+        raise EngineError(
+            "backend",
+            backend,
+            "'auto' or 'cpu': this version has no GPU engine yet",
+            "Pass backend='cpu'; the CPU engine takes the same arguments and CPU tensors.",
+        )
+    if placement.devices is not None:
+        raise EngineError(
+            "devices",
+            list(placement.devices),
+            "None: the CPU engine uses no CUDA devices",
+            "Drop devices=; the ranks share the CPU.",
+        )
+    from megamoe.cpu.engine import CpuEngine
+
+    return CpuEngine(spec, placement, control, max_tokens)

@@ -1,0 +1,263 @@
+"""`MegaMoE`: one rank of a routed-expert layer, as the user sees it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from megamoe import ops
+from megamoe.control import DEFAULT_DEADLINE, Control
+from megamoe.engine import Backend, Placement
+from megamoe.errors import InputError
+from megamoe.inputs import Activations, check_call, positive_number
+from megamoe.runtime import Runtime, WeightSource
+from megamoe.spec import MoESpec, WeightFormat
+
+__all__ = ["MegaMoE"]
+
+
+class MegaMoE:
+    """The routed experts of one layer, on this rank of an expert-parallel group. Inference only.
+
+    Rank r of R owns the experts ``[r * E/R, (r + 1) * E/R)``. Constructing, `load`, `warmup`, calls and `reset` are
+    collective: all ranks of the group make them in the same order. When one rank refuses, all ranks raise: that rank
+    its own error and the others `PeerError` with its reason, and the layer stays usable. A context manager.
+
+    Args:
+        spec: the layer.
+        group: a ``torch.distributed`` process group (``torch.distributed.group.WORLD`` for all processes), or None for
+            one rank that owns every expert.
+        max_tokens: the most tokens that a rank passes in one call; equal on all ranks.
+        backend: ``"cpu"``, ``"cuda"``, or ``"auto"``: the GPU engine where it runs, else the CPU engine.
+        deadline: seconds that this rank waits for another one before it raises `DeadlineError`.
+
+    Raises:
+        SpecError: the group's ranks do not divide the experts.
+        InputError: `max_tokens`, `deadline` or `group` is not what it should be.
+        EngineError: the backend cannot run here.
+        PeerError: another rank failed or was given other arguments; the message names it.
+        DeadlineError: another rank did not come.
+    """
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        group: dist.ProcessGroup | None = None,
+        max_tokens: int = 8192,
+        backend: Backend = "auto",
+        *,
+        deadline: float = DEFAULT_DEADLINE,
+    ) -> None:
+        positive_number("deadline", deadline, integer=False, way_out="Pass seconds.")
+        control = Control(group, deadline)
+        placement = Placement(ranks=control.size, local=(control.rank,))
+        self._attach(Runtime(spec, placement, control, max_tokens, backend, "Pass the most tokens of a call."), 0)
+
+    @classmethod
+    def _member(cls, runtime: Runtime, index: int) -> MegaMoE:
+        """The `index`-th rank of a local group."""
+        layer = cls.__new__(cls)
+        layer._attach(runtime, index)
+        return layer
+
+    def _attach(self, runtime: Runtime, index: int) -> None:
+        self._runtime = runtime
+        self._index = index
+        self._in_group = len(runtime.placement.local) > 1
+        self._handle = ops.register(self)
+
+    @property
+    def spec(self) -> MoESpec:
+        """The layer's spec."""
+        return self._runtime.spec
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._runtime.placement.local[self._index]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks R of the group."""
+        return self._runtime.placement.ranks
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that a rank passes in one call."""
+        return self._runtime.max_tokens
+
+    @property
+    def first_expert(self) -> int:
+        """Global id of this rank's first expert."""
+        return self._runtime.first_expert(self._index)
+
+    @property
+    def local_experts(self) -> int:
+        """Experts that this rank owns (EL = E/R)."""
+        return self._runtime.local_experts
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """Format of the loaded weights, None before `load`."""
+        return self._runtime.weight_format
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that runs the layer: ``"cpu"`` or ``"cuda"``."""
+        return self._runtime.engine.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where arguments must be and results are."""
+        return self._runtime.engine.device
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._runtime.closed
+
+    @property
+    def stats(self) -> torch.Tensor:
+        """Routes that each of this rank's experts received since `load` or `clear_stats`: int64 ``[EL]``, a copy.
+
+        Skipped routes (id -1) and rows past `num_tokens` are not counted.
+        """
+        return self._runtime.engine.stats(self._index)
+
+    def clear_stats(self) -> None:
+        """Set the counters of `stats` to zero."""
+        self._alone("clear_stats")
+        self._runtime.engine.clear_stats()
+
+    def _alone(self, what: str) -> None:
+        if self._in_group:
+            raise InputError(
+                what,
+                f"rank {self.rank} of a local group of {self.ranks} alone",
+                "all ranks of a local group together",
+                f"Call group.{what}(...) on the group." if what != "call" else "Call group(xs, ids, weights).",
+            )
+
+    def load(self, source: WeightSource) -> None:
+        """Load this rank's experts; replaces earlier weights. Collective.
+
+        The CPU engine keeps the given tensors and copies none, so overwriting them in place changes the layer.
+
+        Args:
+            source: ``megamoe.checkpoint(path, layer=n)``, of which only this rank's experts are read; or
+                `ExpertWeights` of this rank's experts (``first_expert`` set) or of the whole layer.
+
+        Raises:
+            WeightError, FormatError, CheckpointError: the weights do not fit the spec or are damaged.
+            PeerError: another rank failed, or has another weight format.
+        """
+        self._alone("load")
+        self._runtime.load([source])
+
+    def warmup(self, bound: int | None = None) -> None:
+        """Do now what the first call with `bound` (default `max_tokens`) would do. Collective.
+
+        Raises:
+            InputError: nothing is loaded, or `bound` exceeds `max_tokens`.
+            PeerError: another rank failed or has another bound.
+        """
+        self._alone("warmup")
+        self._runtime.warmup(bound)
+
+    def __call__(
+        self,
+        x: Activations,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        num_tokens: int | torch.Tensor | None = None,
+        bound: int | None = None,
+    ) -> torch.Tensor:
+        """Run the experts on this rank's tokens. Collective; ranks may pass different numbers of tokens, or none.
+
+        Args:
+            x: BF16 ``[M, H]``, or ``(q, scales)``: e4m3 ``[M, H]`` and float32 ``[M, H / 128]``. Any strides.
+            expert_ids: int32 or int64 ``[M, k]``, global ids; -1 skips the route. Any strides.
+            expert_weights: float32 ``[M, k]``, final; not read where the id is -1. Any strides.
+            out: BF16 ``[M, H]`` to write to; its rows must be contiguous and not overlap. May be `x`.
+            num_tokens: tokens that count, a number or an int32 tensor of one element; the rows of `out` after them
+                are not written (zero in a new `out`). Default M.
+            bound: the largest token count of any rank, equal on all of them, at most `max_tokens` (the default).
+
+        Returns:
+            BF16 ``[M, H]``: `out`, or a new tensor.
+
+        Raises:
+            InputError: an argument that the layer refuses; the layer stays usable.
+            PeerError: another rank refused or failed; the message names it and says why.
+            DeadlineError: another rank did not come in time; `reset` first.
+            ClosedError: after `close`, or before a `reset` that an earlier error asked for.
+        """
+        if torch.compiler.is_compiling():
+            return ops.traced_call(self._handle, x, expert_ids, expert_weights, out, num_tokens, bound)
+        return self._run(x, expert_ids, expert_weights, out, num_tokens, bound)
+
+    def _run(
+        self,
+        x: Activations,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        out: torch.Tensor | None,
+        num_tokens: int | torch.Tensor | None,
+        bound: int | None,
+    ) -> torch.Tensor:
+        self._alone("call")
+        runtime = self._runtime
+        (result,) = runtime.call(
+            lambda weight_format: [
+                check_call(
+                    runtime.spec,
+                    weight_format,
+                    runtime.max_tokens,
+                    runtime.engine.device,
+                    x,
+                    expert_ids,
+                    expert_weights,
+                    out=out,
+                    num_tokens=num_tokens,
+                    bound=bound,
+                )
+            ]
+        )
+        return result
+
+    def check(self) -> None:
+        """Wait for outstanding work and raise what went wrong in it (on the CPU engine calls raise by themselves)."""
+        self._alone("check")
+        self._runtime.check()
+
+    def reset(self) -> None:
+        """Bring the ranks back in step after an error that says so. Collective.
+
+        Raises:
+            DeadlineError, PeerError: another rank is gone; close the layer.
+        """
+        self._alone("reset")
+        self._runtime.reset()
+
+    def close(self) -> None:
+        """Release everything; safe to call twice. Not collective, but ranks that still call then fail."""
+        if self._in_group and not self._runtime.closed:
+            self._alone("close")
+        ops.unregister(self._handle)
+        self._runtime.close()
+
+    def __enter__(self) -> MegaMoE:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else self.weight_format or "no weights"
+        return f"MegaMoE({self.spec}, rank {self.rank} of {self.ranks}, {state})"
