@@ -78,33 +78,33 @@ class FakeDriver:
         self.kernels[handle] = name
         return handle
 
-    def parameter_sizes(self, kernel: int) -> list[int]:
+    def parameter_sizes(self, kernel: int, ordinal: int) -> list[int]:
         return self.sizes[self.kernels[kernel]]
 
     def make_resident(self, kernel: int, ordinal: int, dynamic_shared: int) -> None:
         self.resident.append((self.kernels[kernel], ordinal, dynamic_shared))
 
-    def prepare(self, config: LaunchConfig) -> LaunchConfig:
-        return config
+    def prepare(self, config: LaunchConfig, kernel: int) -> tuple[LaunchConfig, str]:
+        return config, self.kernels[kernel]
 
-    def launch(self, prepared: LaunchConfig, kernel: int, arguments: int, grid: int, stream: int) -> None:
-        name = self.kernels[kernel]
+    def launch(self, prepared: tuple[LaunchConfig, str], arguments: int, grid: int, stream: int) -> None:
+        config, name = prepared
         sizes = self.sizes[name]
         table = (ctypes.c_void_p * len(sizes)).from_address(arguments)
         copies = [ctypes.string_at(address, size) for address, size in zip(table, sizes, strict=True)]
-        self.launches.append(Launch(name, prepared, grid, stream, self.current, copies))
+        self.launches.append(Launch(name, config, grid, stream, self.current, copies))
         if self.run is not None:
             self.run(self.launches[-1])
 
-    def max_active_clusters(self, prepared: LaunchConfig, kernel: int, grid: int) -> int:
-        return 132 // prepared.cluster
+    def max_active_clusters(self, config: LaunchConfig, kernel: int, ordinal: int) -> int:
+        return self.devices[ordinal].multiprocessors // config.cluster
 
     def encode_tensor_map(self, spec: TensorMapSpec) -> bytes:
         self.encoded.append(spec)
         return len(self.encoded).to_bytes(128, "little")
 
-    def current_device(self) -> int | None:
-        return self.current
+    def is_current(self, ordinal: int) -> bool:
+        return self.current == ordinal
 
     @contextlib.contextmanager
     def use_device(self, ordinal: int) -> Iterator[None]:

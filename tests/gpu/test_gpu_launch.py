@@ -97,7 +97,7 @@ def test_shared_memory_clusters_and_attributes(library: Library, config: Config,
         kernel.launch(blocks, current())
     index = np.arange(blocks)
     np.testing.assert_array_equal(out.cpu().numpy(), np.stack([index % config.cluster, index * 3 + 1], axis=1))
-    assert kernel.max_active_clusters() >= 1
+    assert 1 <= kernel.max_active_clusters() <= 132 * 32
 
 
 def test_tensor_map_parameter(driver: Libcuda, library: Library) -> None:
@@ -125,8 +125,8 @@ def test_errors_name_the_call_and_leave_the_process_usable(driver: Libcuda, libr
         Kernel(library, "shape", 0, Config(threads=32), [aligned(TensorMap)])
     with pytest.raises(EngineError, match="shared memory of shape"):
         Kernel(library, "shape", 0, Config(threads=32, dynamic_shared=240 << 10), [aligned(Arguments)])
-    with pytest.raises(EngineError, match="cuLibraryLoadData"):
-        driver.load(b"not a cubin" * 100)
+    with pytest.raises(EngineError, match="cuLibrary"):  # at once, or when the first kernel is asked for
+        driver.kernel(driver.load(b"not a cubin" * 100), "shape")
     out = torch.full((64, 2), -1, dtype=torch.int32, device="cuda")
     a = aligned(Arguments)
     a.out, a.count = out.data_ptr(), 1024
@@ -154,4 +154,4 @@ def test_what_the_driver_says_about_the_gpu(driver: Libcuda) -> None:
     assert device.multiprocessors == properties.multi_processor_count
     assert device.memory_bytes == properties.total_memory
     assert device.uuid == f"GPU-{properties.uuid}"
-    assert driver.current_device() == 0
+    assert driver.is_current(0)

@@ -115,21 +115,33 @@ class Driver(Protocol):
 
     def kernel(self, library: int, name: str) -> int: ...
 
-    def parameter_sizes(self, kernel: int) -> list[int]: ...
+    def parameter_sizes(self, kernel: int, ordinal: int) -> list[int]: ...
 
     def make_resident(self, kernel: int, ordinal: int, dynamic_shared: int) -> None: ...
 
-    def prepare(self, config: LaunchConfig) -> Any: ...
+    def prepare(self, config: LaunchConfig, kernel: int) -> Any: ...
 
-    def launch(self, prepared: Any, kernel: int, arguments: int, grid: int, stream: int) -> None: ...
+    def launch(self, prepared: Any, arguments: int, grid: int, stream: int) -> None: ...
 
-    def max_active_clusters(self, prepared: Any, kernel: int, grid: int) -> int: ...
+    def max_active_clusters(self, config: LaunchConfig, kernel: int, ordinal: int) -> int: ...
 
     def encode_tensor_map(self, spec: TensorMapSpec) -> bytes: ...
 
-    def current_device(self) -> int | None: ...
+    def is_current(self, ordinal: int) -> bool: ...
 
     def use_device(self, ordinal: int) -> contextlib.AbstractContextManager[None]: ...
+
+
+class _Prepared:
+    """A launch configuration that is patched in place, and what it holds now."""
+
+    __slots__ = ("config", "function", "grid", "stream")
+
+    def __init__(self, config: Any, function: Any) -> None:
+        self.config = config
+        self.function = function
+        self.grid = 1
+        self.stream = 0
 
 
 class Libcuda:
@@ -139,7 +151,9 @@ class Libcuda:
 
     def __init__(self, bindings: Any) -> None:
         self._d = bindings
-        self._ok = int(bindings.CUresult.CUDA_SUCCESS)
+        self._success = bindings.CUresult.CUDA_SUCCESS
+        self._ok = int(self._success)
+        self._contexts: dict[int, tuple[Any, int]] = {}
         self._attribute = bindings.CUdevice_attribute
         self._check("cuInit", bindings.cuInit(0))
 
@@ -210,15 +224,16 @@ class Libcuda:
         found = self._d.cuLibraryGetKernel(self._d.CUlibrary(library), name.encode())
         return int(self._check("cuLibraryGetKernel", found))
 
-    def parameter_sizes(self, kernel: int) -> list[int]:
-        """Bytes of each parameter of `kernel`, in order."""
+    def parameter_sizes(self, kernel: int, ordinal: int) -> list[int]:
+        """Bytes of each parameter of `kernel`, in order, as loaded on GPU `ordinal`."""
         sizes: list[int] = []
         invalid = int(self._d.CUresult.CUDA_ERROR_INVALID_VALUE)
-        while True:
-            found = self._d.cuKernelGetParamInfo(self._d.CUkernel(kernel), len(sizes))
-            if int(found[0]) == invalid:  # past the last one
-                return sizes
-            sizes.append(int(self._check("cuKernelGetParamInfo", found)[1]))
+        with self.use_device(ordinal):
+            while True:
+                found = self._d.cuKernelGetParamInfo(self._d.CUkernel(kernel), len(sizes))
+                if int(found[0]) == invalid:  # past the last one
+                    return sizes
+                sizes.append(int(self._check("cuKernelGetParamInfo", found)[1]))
 
     def make_resident(self, kernel: int, ordinal: int, dynamic_shared: int) -> None:
         """Load `kernel` onto GPU `ordinal` now, allowed to use that many bytes of dynamic shared memory.
@@ -234,8 +249,8 @@ class Libcuda:
         with self.use_device(ordinal):
             self._check("cuKernelGetFunction", d.cuKernelGetFunction(handle))
 
-    def prepare(self, config: LaunchConfig) -> Any:
-        """A launch configuration to be used again and again; `launch` patches the grid and the stream."""
+    def prepare(self, config: LaunchConfig, kernel: int) -> _Prepared:
+        """A launch of `kernel` to be used again and again; `launch` patches the grid and the stream."""
         d, kind = self._d, self._d.CUlaunchAttributeID
         c = d.CUlaunchConfig()
         c.gridDimX, c.gridDimY, c.gridDimZ = 1, 1, 1
@@ -265,22 +280,33 @@ class Libcuda:
         if attributes:
             c.attrs = attributes
         c.numAttrs = len(attributes)
-        return c
+        # A kernel handle is taken in place of a function: CUDA finds the function of the stream's context.
+        return _Prepared(c, d.CUfunction(kernel))
 
-    def launch(self, prepared: Any, kernel: int, arguments: int, grid: int, stream: int) -> None:
+    def launch(self, prepared: _Prepared, arguments: int, grid: int, stream: int) -> None:
         """Launch `grid` blocks; `arguments` is the address of an array of addresses, one per kernel parameter."""
-        prepared.gridDimX = grid
-        prepared.hStream = stream
-        # A CUkernel handle is taken in place of a CUfunction: the function of the stream's context is found by CUDA.
-        (code,) = self._d.cuLaunchKernelEx(prepared, kernel, arguments, 0)
-        if int(code) != self._ok:
-            self._check("cuLaunchKernelEx", (code,))
+        if prepared.grid != grid:
+            prepared.grid = prepared.config.gridDimX = grid
+        if prepared.stream != stream:
+            prepared.stream = prepared.config.hStream = stream
+        result = self._d.cuLaunchKernelEx(prepared.config, prepared.function, arguments, 0)
+        if result[0] is not self._success:
+            self._check("cuLaunchKernelEx", result)
 
-    def max_active_clusters(self, prepared: Any, kernel: int, grid: int) -> int:
-        """How many clusters of the kernel are resident on the current GPU at once."""
-        prepared.gridDimX = grid
-        found = self._d.cuOccupancyMaxActiveClusters(self._d.CUfunction(kernel), prepared)
-        return int(self._check("cuOccupancyMaxActiveClusters", found))
+    def max_active_clusters(self, config: LaunchConfig, kernel: int, ordinal: int) -> int:
+        """How many clusters (blocks, without clusters) of `kernel` GPU `ordinal` holds at once."""
+        d = self._d
+        with self.use_device(ordinal):
+            if config.cluster > 1:
+                prepared = self.prepare(config, kernel)
+                prepared.config.gridDimX = config.cluster
+                found = d.cuOccupancyMaxActiveClusters(prepared.function, prepared.config)
+                return int(self._check("cuOccupancyMaxActiveClusters", found))
+            found = d.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                d.CUfunction(kernel), config.threads, config.dynamic_shared
+            )
+            per_sm = int(self._check("cuOccupancyMaxActiveBlocksPerMultiprocessor", found))
+        return per_sm * self.device(ordinal).multiprocessors
 
     def encode_tensor_map(self, spec: TensorMapSpec) -> bytes:
         """The 128 bytes that a kernel takes as a ``CUtensorMap`` parameter."""
@@ -302,22 +328,25 @@ class Libcuda:
         )
         return ctypes.string_at(int(self._check("cuTensorMapEncodeTiled", found).getPtr()), TENSOR_MAP_BYTES)
 
-    def current_device(self) -> int | None:
-        """Ordinal of the GPU of this thread's current context, or None when there is none."""
-        d = self._d
-        if int(self._check("cuCtxGetCurrent", d.cuCtxGetCurrent())) == 0:
-            return None
-        return int(self._check("cuCtxGetDevice", d.cuCtxGetDevice()))
+    def is_current(self, ordinal: int) -> bool:
+        """Whether the primary context of GPU `ordinal` is current in this thread."""
+        (code, context) = self._d.cuCtxGetCurrent()
+        if code is not self._success:
+            self._check("cuCtxGetCurrent", (code, context))
+        return int(context) == self._context(ordinal)[1]
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - one driver object a process
-    def _primary_context(self, ordinal: int) -> Any:
-        device = self._check("cuDeviceGet", self._d.cuDeviceGet(ordinal))
-        return self._check("cuDevicePrimaryCtxRetain", self._d.cuDevicePrimaryCtxRetain(device))
+    def _context(self, ordinal: int) -> tuple[Any, int]:
+        found = self._contexts.get(ordinal)
+        if found is None:
+            device = self._check("cuDeviceGet", self._d.cuDeviceGet(ordinal))
+            context = self._check("cuDevicePrimaryCtxRetain", self._d.cuDevicePrimaryCtxRetain(device))
+            found = self._contexts[ordinal] = (context, int(context))
+        return found
 
     @contextlib.contextmanager
     def use_device(self, ordinal: int) -> Iterator[None]:
         """Make the primary context of GPU `ordinal` (the one that torch uses) current for a while."""
-        self._check("cuCtxPushCurrent", self._d.cuCtxPushCurrent(self._primary_context(ordinal)))
+        self._check("cuCtxPushCurrent", self._d.cuCtxPushCurrent(self._context(ordinal)[0]))
         try:
             yield
         finally:

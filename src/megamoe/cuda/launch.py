@@ -48,11 +48,13 @@ def raw_stream(stream: torch.cuda.Stream | int | None, ordinal: int) -> int:
     """Handle of `stream`; None is torch's current stream of GPU `ordinal`."""
     if isinstance(stream, int):
         return stream
-    if stream is None:
-        import torch
+    if stream is not None:
+        return int(stream.cuda_stream)
+    import torch
 
-        stream = torch.cuda.current_stream(ordinal)
-    return int(stream.cuda_stream)
+    # The public torch.cuda.current_stream makes a Stream object each time, which costs as much as the launch.
+    quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(quick(ordinal) if quick is not None else torch.cuda.current_stream(ordinal).cuda_stream)
 
 
 class Library:
@@ -103,7 +105,7 @@ class Kernel:
         self._library = library  # keeps the code loaded
         self._handle = library.kernel(name)
         given = [ctypes.sizeof(a) for a in arguments]
-        wanted = self.driver.parameter_sizes(self._handle)
+        wanted = self.driver.parameter_sizes(self._handle, ordinal)
         if given != wanted:
             raise EngineError(
                 f"arguments of {name}",
@@ -120,7 +122,7 @@ class Kernel:
         self._arguments = tuple(arguments)
         self._table = (ctypes.c_void_p * max(1, len(arguments)))(*(ctypes.addressof(a) for a in arguments))
         self._address = ctypes.addressof(self._table)
-        self._prepared = self.driver.prepare(config)
+        self._prepared = self.driver.prepare(config, self._handle)
 
     def launch(self, grid: int, stream: int) -> None:
         """Launch `grid` blocks with the arguments as they are now; they are copied before this returns.
@@ -141,16 +143,15 @@ class Kernel:
                 f"0 to {_MAX_GRID}, a multiple of {self.config.cluster}",
                 "Check the plan.",
             )
-        if stream in _OWN_STREAMS and self.driver.current_device() != self.ordinal:
+        if stream in _OWN_STREAMS and not self.driver.is_current(self.ordinal):
             with self.driver.use_device(self.ordinal):
-                self.driver.launch(self._prepared, self._handle, self._address, grid, stream)
+                self.driver.launch(self._prepared, self._address, grid, stream)
         else:
-            self.driver.launch(self._prepared, self._handle, self._address, grid, stream)
+            self.driver.launch(self._prepared, self._address, grid, stream)
 
     def max_active_clusters(self) -> int:
         """Clusters (blocks, without clusters) of this kernel that are resident on its GPU at once."""
-        with self.driver.use_device(self.ordinal):
-            return self.driver.max_active_clusters(self._prepared, self._handle, self.config.cluster)
+        return self.driver.max_active_clusters(self.config, self._handle, self.ordinal)
 
 
 class TensorMaps:
