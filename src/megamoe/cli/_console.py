@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-__all__ = ["bars", "out", "print_json", "progress", "sparkline"]
+__all__ = ["bars", "out", "plain_table", "print_json", "progress", "sparkline"]
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -36,6 +38,11 @@ def progress(*, quiet: bool = False) -> Progress:
         transient=True,
         disable=quiet,
     )
+
+
+def plain_table(title: str) -> Table:
+    """A table without vertical lines, so that it fits 80 columns."""
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def sparkline(counts: Sequence[int], most: int | None = None) -> str:

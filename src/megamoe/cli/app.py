@@ -21,7 +21,12 @@ from megamoe.errors import MegaMoEError
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS: Final[tuple[str, ...]] = ()
+COMMANDS: Final = (
+    "demo",
+    "run",
+    "bench",
+    "doctor",
+)
 
 app = typer.Typer(
     help="The routed experts of a Mixture-of-Experts layer, expert-parallel, as one fused operator.",

@@ -1,0 +1,146 @@
+"""Run one layer of a checkpoint on several ranks, in this process or as one rank of a torchrun, and have it judged."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+import megamoe
+from megamoe.cli._evaluate import Evaluation, judge
+from megamoe.cli._inputs import Inputs, split
+from megamoe.engine import Backend
+from megamoe.hf import Router
+
+__all__ = ["Job", "evaluate"]
+
+
+class Job:
+    """One layer of a checkpoint with its router, to be run on a number of ranks.
+
+    Args:
+        directory: checkpoint.
+        layer: index of a layer with experts.
+        ranks: must divide the experts.
+        backend: engine, as `megamoe.MegaMoE` takes it.
+        samples: timed calls.
+        display: where progress is shown.
+
+    Raises:
+        MegaMoEError: the checkpoint cannot be read, or its experts cannot be spread over `ranks`.
+    """
+
+    def __init__(
+        self, directory: Path, layer: int, *, ranks: int, backend: Backend, samples: int, display: Progress
+    ) -> None:
+        self.checkpoint = megamoe.checkpoint(directory, layer=layer)
+        self.spec = self.checkpoint.spec
+        self.local_experts = self.spec.local_experts(ranks)
+        self.router = Router(directory, layer)
+        self.title = f"{directory.name}, layer {layer}"
+        self.ranks, self.backend, self.samples, self.display = ranks, backend, samples, display
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What the ranks returned: one entry for each rank."""
+
+    outputs: list[torch.Tensor]
+    received: list[list[int]]
+    samples_ms: list[float]
+    engine: str
+
+
+def evaluate(job: Job, inputs: Inputs, *, distributed: bool = False) -> Evaluation | None:
+    """Run `job` on `inputs` and compare with the oracle.
+
+    Args:
+        distributed: every process of a torchrun calls this and is one rank; otherwise all ranks are in this process.
+
+    Returns:
+        The evaluation; None on the ranks of a torchrun other than the first.
+    """
+    step = job.display.add_task(f"{job.title}: route, run, compare", total=3)
+    ids, route_weights = job.router(inputs.activations)
+    job.display.advance(step)
+    parts = split(inputs.activations.shape[0], job.ranks)
+    arguments = [(inputs.activations[part], ids[part], route_weights[part]) for part in parts]
+    ran = _run_distributed(job, arguments) if distributed else _run_here(job, arguments)
+    if ran is None:
+        return None
+    job.display.advance(step)
+    evaluation = judge(
+        spec=job.spec,
+        weights=[job.checkpoint.read(rank * job.local_experts, job.local_experts) for rank in range(job.ranks)],
+        inputs=inputs,
+        ids=ids,
+        route_weights=route_weights,
+        outputs=ran.outputs,
+        received=ran.received,
+        samples_ms=ran.samples_ms,
+        engine=ran.engine,
+    )
+    job.display.advance(step)
+    return evaluation
+
+
+_Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _most_tokens(arguments: list[_Arguments]) -> int:
+    return max(1, *(x.shape[0] for x, _, _ in arguments))
+
+
+def _run_here(job: Job, arguments: list[_Arguments]) -> _Ran:
+    xs, ids, weights = (list(column) for column in zip(*arguments, strict=True))
+    bound = _most_tokens(arguments)
+    with megamoe.local_group(job.spec, ranks=job.ranks, max_tokens=bound, backend=job.backend) as group:
+        group.load(job.checkpoint)
+        samples_ms = _time(lambda: group(xs, ids, weights), job.samples)
+        group.clear_stats()
+        outputs = group(xs, ids, weights)
+        received = [member.stats.tolist() for member in group]
+        return _Ran([y.cpu() for y in outputs], received, samples_ms, group.engine)
+
+
+def _run_distributed(job: Job, arguments: list[_Arguments]) -> _Ran | None:
+    """This process is rank RANK of WORLD_SIZE. A sample is the slowest rank's time after a barrier."""
+    with_gpu = torch.cuda.is_available()
+    if with_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if with_gpu else "gloo")
+    try:
+        rank, bound = dist.get_rank(), _most_tokens(arguments)
+        with megamoe.MegaMoE(job.spec, dist.group.WORLD, max_tokens=bound, backend=job.backend) as layer:
+            layer.load(job.checkpoint)
+            samples_ms = _time(lambda: layer(*arguments[rank]), job.samples, dist.barrier)
+            layer.clear_stats()
+            y = layer(*arguments[rank])
+            mine = (y.cpu(), layer.stats.tolist(), samples_ms, layer.engine)
+        gathered: list[Any] | None = [None] * job.ranks if rank == 0 else None
+        dist.gather_object(mine, gathered)
+        if gathered is None:
+            return None
+        outputs, received, times, engines = (list(column) for column in zip(*gathered, strict=True))
+        return _Ran(outputs, received, [max(ranks) for ranks in zip(*times, strict=True)], engines[0])
+    finally:
+        dist.destroy_process_group()
+
+
+def _time(call: Callable[[], object], samples: int, ready: Callable[[], object] = lambda: None) -> list[float]:
+    """Milliseconds of `samples` calls, each after `ready`, after one call that is not counted."""
+    call()
+    times = []
+    for _ in range(samples):
+        ready()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times

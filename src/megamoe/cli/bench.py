@@ -1,0 +1,123 @@
+"""``megamoe bench``: measure, print, and keep every sample in a JSON file."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from megamoe.errors import InputError
+from megamoe.spec import WeightFormat
+
+if TYPE_CHECKING:
+    from megamoe.engine import Backend
+
+__all__ = ["command"]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        values = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 0:
+        raise InputError("tokens", text, "numbers from 0, separated by commas", "For example: --tokens 1,32,512.")
+    return values
+
+
+def command(
+    topic: Annotated[str, typer.Argument(help="What to measure: layer.")] = "layer",
+    model: Annotated[str, typer.Option(help="flash, pro, mimo, v3, qwen3; several separated by commas.")] = "qwen3",
+    tokens: Annotated[str, typer.Option(help="Tokens on each rank, separated by commas.")] = "1,8,32,128",
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks in this process.")] = 1,
+    experts: Annotated[
+        int | None, typer.Option(help="Experts over all ranks; 0 for the model's own number. Weights must fit.")
+    ] = 16,
+    routing: Annotated[str, typer.Option(help="random, balanced, zipf, hot, all-remote; commas.")] = "random",
+    format: Annotated[WeightFormat, typer.Option(help="How the weights are held.")] = "fp8_block",
+    backend: Annotated[str, typer.Option(help="Engine: auto, cpu or cuda.")] = "auto",
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each measurement.")] = 30,
+    seconds: Annotated[float, typer.Option(help="Stop a measurement early after this time (3 samples at least).")] = 5,
+    check: Annotated[bool, typer.Option(help="Compare each measured output with the oracle.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Merge the rows into a result file in this directory.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (png, svg or pdf).")] = None,
+) -> None:
+    """Measure one topic on this machine; every combination of models, routings and tokens."""
+    from megamoe.bench.environment import device_slug, facts
+    from megamoe.bench.request import TOPICS, Request
+    from megamoe.bench.results import result_path, write
+    from megamoe.cli import _console
+
+    if topic not in TOPICS:
+        raise InputError("topic", topic, ", ".join(TOPICS), "Pick one of the listed topics.")
+    request = Request(
+        models=tuple(model.split(",")),
+        tokens=_numbers(tokens),
+        ranks=ranks,
+        experts=experts or None,
+        routings=tuple(routing.split(",")),
+        format=format,
+        backend=cast("Backend", backend),
+        samples=samples,
+        seconds=seconds,
+        check=check,
+    )
+    module = import_module(TOPICS[topic])
+    with _console.progress(quiet=as_json) as display:
+        task = display.add_task(topic, total=100)
+        rows = module.run(
+            request, lambda what, part: display.update(task, description=what, completed=round(100 * part))
+        )
+    device = "cpu" if all(row.get("variant") == "cpu" for row in rows) else "cuda"
+    about = facts(topic, device=device, gpus=0 if device == "cpu" else 1, protocol=module.PROTOCOL)
+    document: dict[str, Any] = {**about, "rows": rows}
+    if out is not None:
+        path = result_path(out, topic, device_slug(device), about["gpus"])
+        write(path, about, rows)
+    if plot is not None:
+        from megamoe.bench.picture import times_by_tokens
+
+        times_by_tokens(document, plot)
+    if as_json:
+        _console.print_json(document)
+        return
+    console = _console.out()
+    console.print(_table(document))
+    if out is not None:
+        console.print(f"written: {path}")
+
+
+def _title(document: dict[str, Any]) -> str:
+    same = ", ".join(sorted({f"{row['variant']} engine, {row['format']} experts" for row in document["rows"]}))
+    return f"{document['topic']} on {document['device']}, torch {document['torch']}: {same}"
+
+
+def _table(document: dict[str, Any]) -> Any:
+    from rich.console import Group
+
+    from megamoe.cli import _console
+
+    table = _console.plain_table(_title(document))
+    for heading in ("model", "experts", "routing"):
+        table.add_column(heading)
+    for heading in ("M", "ms", "min", "n", "tokens/s", "error"):
+        table.add_column(heading, justify="right")
+    for row in document["rows"]:
+        time = row["e2e_us"]
+        error = row.get("error")
+        table.add_row(
+            row["model"],
+            f"{row['ranks']} x {row['experts_per_rank']}",
+            row["routing"],
+            str(row["tokens"]),
+            f"{time['median'] / 1e3:.2f}",
+            f"{time['min'] / 1e3:.2f}",
+            str(len(time["samples"])),
+            f"{row['ranks'] * row['tokens'] / time['median'] * 1e6:,.0f}",
+            "" if error is None else f"{error:.1e}",
+        )
+    legend = "experts: ranks x experts of a rank; M: tokens on each rank; ms: median; n: samples"
+    return Group(table, legend, document["protocol"])
