@@ -74,7 +74,7 @@ class GemmPlan:
     cluster: int = 2
     buffers: int = 2
     interleaved: bool = False
-    peek: bool = False
+    peek: bool = True
     float32: bool = False
     clocks: bool = False
     limit_ticks: int = 300
@@ -133,14 +133,14 @@ class GemmPlan:
 
 PLANS: Final = {
     "wide": GemmPlan(),
-    "wide-interleaved": GemmPlan(interleaved=True),
     "wide-s3": GemmPlan(stages=3),
-    "wide-peek": GemmPlan(peek=True),
+    "wide-interleaved": GemmPlan(interleaved=True),
+    "wide-plain": GemmPlan(peek=False),
     "wide-single": GemmPlan(cluster=1),
-    "narrow": GemmPlan(columns=192, buffers=3),
-    "narrow-peek": GemmPlan(columns=192, buffers=3, peek=True),
-    "narrow-single": GemmPlan(columns=192, buffers=3, cluster=1),
     "wide-f32": GemmPlan(float32=True),
+    "narrow": GemmPlan(columns=192, buffers=3),
+    "narrow-plain": GemmPlan(columns=192, buffers=3, peek=False),
+    "narrow-single": GemmPlan(columns=192, buffers=3, cluster=1),
     "narrow-f32": GemmPlan(columns=192, buffers=3, float32=True),
 }
 """Plans that are compiled and tested."""
