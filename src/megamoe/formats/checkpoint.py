@@ -88,7 +88,8 @@ class Checkpoint:
         """Read the experts ``[first_expert, first_expert + count)`` and nothing else.
 
         Files are memory-mapped and copied (or converted) projection by projection into tensors that are allocated
-        once: the peak is the result and about 32 MiB. Files that hold only other experts are not opened.
+        once. The peak is the result and about 32 MiB: 16 MiB of mapped pages, one projection, strips of a conversion.
+        Files that hold only other experts are not opened.
 
         Args:
             first_expert: first expert to read.

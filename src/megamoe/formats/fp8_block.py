@@ -30,7 +30,7 @@ E4M3_MAX: Final = 448.0
 SMALLEST_AMAX: Final = 1e-10
 """Lower bound of a group's amax (as the float32 nearest to it), so that a group of zeros has a finite multiplier."""
 
-_STRIP_ELEMENTS: Final = 1 << 20
+_STRIP_ELEMENTS: Final = 1 << 18
 """Weights quantised at a time (rounded to rows of blocks): enough to be fast, little enough to stay in cache."""
 
 

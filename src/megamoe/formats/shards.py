@@ -18,7 +18,7 @@ __all__ = ["INDEX_NAME", "Reader", "StoredTensor", "read_json", "weight_map"]
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 _SINGLE_NAME: Final = "model.safetensors"
-_MAPPED_LIMIT: Final = 32 << 20
+_MAPPED_LIMIT: Final = 16 << 20
 """Bytes that may stay mapped after they were read. Mapped pages count as resident memory, so that without a limit a
 read would look (and, in a memory-limited container, behave) like two copies."""
 
