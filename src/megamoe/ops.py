@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -23,6 +23,7 @@ __all__ = ["experts", "experts_out", "register", "traced_call", "unregister"]
 
 _layers: weakref.WeakValueDictionary[int, MegaMoE] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
+_NO_GRAD = "Call the layer under torch.inference_mode() or torch.no_grad(), or pass .detach()."
 
 
 def register(layer: MegaMoE) -> int:
@@ -113,6 +114,19 @@ def _experts_out_fake(
     return None
 
 
+def _refuse_backward(ctx: object, inputs: object = None, output: object = None) -> NoReturn:
+    raise InputError(
+        "x or expert_weights",
+        "a tensor that requires grad",
+        "inference only: there is no backward pass",
+        _NO_GRAD,
+    )
+
+
+# torch calls setup_context only when grad mode is on and an input requires grad: the place to refuse, also in a trace.
+experts.register_autograd(_refuse_backward, setup_context=_refuse_backward)
+
+
 def traced_call(
     handle: int,
     x: Activations,
@@ -124,18 +138,14 @@ def traced_call(
 ) -> torch.Tensor:
     """`MegaMoE.__call__` as ``torch.compile`` traces it: all other checks happen when the operator runs."""
     values, scales = x if isinstance(x, (tuple, list)) else (x, None)
-    if torch.is_grad_enabled() and (values.requires_grad or expert_weights.requires_grad):
-        raise InputError(
-            "x or expert_weights",
-            "a tensor that requires grad",
-            "inference only: there is no backward pass",
-            "Call the compiled module under torch.inference_mode() or torch.no_grad().",
-        )
     count, tokens = (num_tokens, None) if isinstance(num_tokens, torch.Tensor) else (None, num_tokens)
     if out is None:
         result: torch.Tensor = torch.ops.megamoe.experts(
             handle, values, scales, expert_ids, expert_weights, count, tokens, bound
         )
         return result
+    if torch.is_grad_enabled() and (values.requires_grad or expert_weights.requires_grad):
+        # An operator that mutates cannot refuse in its autograd, and a trace can only raise builtin exceptions.
+        raise RuntimeError(f"x or expert_weights requires grad, but there is no backward pass. {_NO_GRAD}")
     torch.ops.megamoe.experts_out(handle, out, values, scales, expert_ids, expert_weights, count, tokens, bound)
     return out
