@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from megamoe.bench.models import model
+from megamoe.bench.request import Request, Tick
 from megamoe.bench.results import Row, timing
 from megamoe.cuda.gemm import PLANS, TILE_ROWS, GemmPlan, GroupedGemm, problem_from
 from megamoe.errors import InputError
@@ -22,7 +23,13 @@ from megamoe.formats.layout import deinterleave_gate_up
 from megamoe.reference import Projection, project, relative_error
 from megamoe.spec import BLOCK
 
-__all__ = ["LOADS", "PHASES", "Launch", "Peer", "Workload", "benchmark", "workload"]
+__all__ = ["LOADS", "PHASES", "PROTOCOL", "Launch", "Peer", "Workload", "benchmark", "run", "workload"]
+
+PROTOCOL: Final = (
+    "CUDA events around launches; paced: one launch after an L2 flush (4 GiB memset) and about 10 ms of GPU sleep; "
+    "sustained: the mean of a burst of about 25 ms, bursts back to back; engines alternate A B B A in both; every "
+    "sample is kept"
+)
 
 PHASES: Final = ("gate-up", "down")
 
@@ -169,7 +176,7 @@ def _sustained(engines: Mapping[str, Launch], rounds: int, paced: Mapping[str, l
 def benchmark(
     *,
     models: Sequence[str] = tuple(LOADS),
-    plans: Mapping[str, GemmPlan] = PLANS,
+    plans: Mapping[str, GemmPlan] | None = None,
     peers: Mapping[str, Peer] | None = None,
     samples: int = 30,
     rounds: int = 6,
@@ -180,8 +187,8 @@ def benchmark(
 
     Args:
         models: of `LOADS`.
-        plans: BF16 plans to run, by any name.
-        peers: other engines by name; rows carry ``engine: <name>``.
+        plans: plans with BF16 output, by any name; by default all of `PLANS`.
+        peers: other engines by ``"engine:plan"``, the keys of their rows.
         samples: paced launches of each engine.
         rounds: sustained bursts of each engine; 0 leaves that protocol out.
         device: the GPU.
@@ -191,6 +198,7 @@ def benchmark(
         Rows for `megamoe.bench.results`. ``error`` is against the oracle, over the first and the last group;
         ``equal_bits`` says whether the whole output equals that of the first plan of the same row order.
     """
+    plans = plans if plans is not None else {n: p for n, p in PLANS.items() if not p.float32}
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
     for name in models:
         for phase in PHASES:
@@ -223,13 +231,32 @@ def benchmark(
                         "routing": "balanced",
                         "phase": phase,
                         "protocol": protocol,
-                        "engine": key.removeprefix("peer:") if key.startswith("peer:") else "megamoe",
+                        "engine": "megamoe",
+                        "plan": key,
                         "kernel_us": timing(times[key]),
                         **facts[key],
                     }
-                    if not key.startswith("peer:"):
-                        row["plan"] = key
+                    if key.startswith("peer:"):
+                        row["engine"], _, row["plan"] = key.removeprefix("peer:").partition(":")
                     row["tflops"] = round(load.flop / row["kernel_us"]["median"] / 1e6, 1)
                     yield row
             del load, engines
             torch.cuda.empty_cache()
+
+
+def run(request: Request, tick: Tick) -> list[Row]:
+    """Rows of the models of `request` that have a load here, all BF16 plans; always 8192 tokens a rank."""
+    models = [name for name in request.models if name in LOADS]
+    if not models:
+        raise InputError("model", ",".join(request.models), ", ".join(LOADS), "Pick one of the listed models.")
+    rows: list[Row] = []
+    steps = len(models) * len(PHASES) * sum(not plan.float32 for plan in PLANS.values())
+    done = 0
+
+    def step(line: str) -> None:
+        nonlocal done
+        done += 1
+        tick(line.split(":")[0], done / steps)
+
+    rows.extend(benchmark(models=models, samples=request.samples, on_step=step))
+    return rows

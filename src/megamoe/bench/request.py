@@ -19,6 +19,7 @@ __all__ = ["TOPICS", "Request", "Tick"]
 
 TOPICS: Final[dict[str, str]] = {
     "layer": "megamoe.bench.layer",
+    "gemm": "megamoe.bench.gemm",
 }
 """Topic -> module."""
 
