@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuda_fakes import FakeDriver
+from megamoe.bench import gemm as bench
+from megamoe.bench.gemm_cases import CASES, operands
 from megamoe.cuda.gemm import (
     PLANS,
     GemmPlan,
+    GroupedGemm,
+    Problem,
     group_starts,
     pack_row_scales,
     pack_tile_scales,
@@ -19,6 +27,7 @@ from megamoe.cuda.gemm import (
 )
 from megamoe.errors import InputError
 from megamoe.formats.layout import interleave_gate_up
+from megamoe.reference import Projection, project
 
 plans = st.sampled_from(list(PLANS.values()))
 
@@ -101,3 +110,90 @@ def test_groups_that_the_pool_cannot_hold_are_refused() -> None:
     a, b = torch.zeros(128, 256).to(torch.float8_e4m3fn), torch.zeros(2, 256, 256).to(torch.float8_e4m3fn)
     with pytest.raises(InputError, match="counts"):
         problem_from(GemmPlan(), [1, 1], a, torch.ones(128, 2), b, torch.ones(2, 2, 2))
+
+
+SIZES = {"grouped_gemm": [128, 128, 128, 48]}
+
+
+def _problem(plan: GemmPlan) -> tuple[Problem, tuple[torch.Tensor, ...]]:
+    case = CASES["tiny"]
+    given = operands(case)
+    tensors = (given.a, given.a_scales, given.b, given.b_scales)
+    return problem_from(plan, case.counts, *tensors), tensors
+
+
+@pytest.mark.parametrize("plan", [GemmPlan(limit_ticks=2), PLANS["narrow"], PLANS["wide-f32"]], ids=lambda p: p.name)
+def test_launch_passes_what_the_kernel_reads(plan: GemmPlan) -> None:
+    driver = FakeDriver(SIZES)
+    problem, _ = _problem(plan)
+    gemm = GroupedGemm(plan, driver=driver)
+    gemm(problem, stream=0)
+    gemm(problem, stream=0)  # the maps of the first call serve again
+    assert len(driver.encoded) == 3
+    launch = driver.launches[0]
+    assert launch.config.dynamic_shared == plan.shared_bytes
+    assert launch.config.cluster == plan.cluster
+    assert launch.grid == min(132, problem.tiles.shape[0] * plan.cluster)
+    assert launch.grid % plan.cluster == 0
+    words = np.frombuffer(launch.parameters[3], np.uint64, 4).tolist()
+    assert words == [problem.row_scales.data_ptr(), problem.tile_scales.data_ptr(), problem.tiles.data_ptr(), 0]
+    numbers = np.frombuffer(launch.parameters[3], np.int32, 4, 32).tolist()
+    assert numbers == [problem.tiles.shape[0], 5, 512, problem.tile_scales.shape[1]]
+    a, b, d = driver.encoded
+    assert (a.dims, a.box) == ((640, 512), (128, 128))
+    assert (b.dims, b.box) == ((640, 384, 3), (128, plan.columns // plan.cluster, 1))
+    assert (d.dims, d.box, d.element) == (
+        (384, 512),
+        (plan.piece_columns, 64),
+        "float32" if plan.float32 else "bfloat16",
+    )
+
+
+def test_nothing_to_do_launches_nothing() -> None:
+    driver, plan = FakeDriver(SIZES), GemmPlan()
+    _, tensors = _problem(plan)
+    GroupedGemm(plan, driver=driver)(problem_from(plan, [0, 0, 0], *tensors), stream=0)
+    assert not driver.launches
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("a", lambda p: p.a.view(torch.uint8)),
+        ("row_scales", lambda p: p.row_scales[:-1]),
+        ("tile_scales", lambda p: p.tile_scales[:, :1]),
+        ("tiles", lambda p: p.tiles.long()),
+        ("out", lambda p: p.out.float()),
+    ],
+)
+def test_wrong_operands_are_refused_before_the_launch(field: str, change: Callable[[Problem], torch.Tensor]) -> None:
+    driver, plan = FakeDriver(SIZES), GemmPlan()
+    problem, _ = _problem(plan)
+    gemm = GroupedGemm(plan, driver=driver)
+    with pytest.raises(InputError, match=field):
+        gemm(replace(problem, **{field: change(problem)}), stream=0)
+    assert not driver.launches
+    gemm(problem, stream=0)
+    assert len(driver.launches) == 1
+
+
+def test_a_single_kblock_is_refused() -> None:
+    plan, a = GemmPlan(), torch.zeros(128, 128).to(torch.float8_e4m3fn)
+    problem = problem_from(plan, [128], a, torch.ones(128, 1), a.view(1, 128, 128), torch.ones(1, 1, 1))
+    with pytest.raises(InputError, match="at least 256"):
+        GroupedGemm(plan, driver=FakeDriver(SIZES))(problem, stream=0)
+
+
+def test_bench_workload_is_judged_by_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "LOADS", {"qwen3": 2})
+    load = bench.workload("qwen3", "down", tokens=32, device="cpu")
+    assert load.rows == (128, 128)
+    assert load.flop == 2 * 256 * 2048 * 768
+    for group in range(2):
+        part = slice(group * 128, group * 128 + 128)
+        projection = Projection(load.b[group], load.b_scales[group])
+        load.out[part] = project(projection, load.a[part], load.a_scales[part]).bfloat16()
+    assert bench.oracle_error(load, (0, 1)) < 2e-3
+    load.out[128, 0] += load.out.abs().max() * 20
+    assert bench.oracle_error(load, (0,)) < 2e-3
+    assert bench.oracle_error(load, (0, 1)) > 1e-2
