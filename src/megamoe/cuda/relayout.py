@@ -1,8 +1,9 @@
 """Checkpoint layout to the fused kernel's layout: weights as contiguous swizzled tiles, scales beside their tile.
 
 A weight tile is 128 rows x 128 bytes as it will lie in shared memory: 16-byte chunk c of row r at chunk
-``c ^ (r % 8)``, the 128-byte swizzle of a WGMMA operand. One bulk copy of 16 KB brings a tile. Rows of w13 alternate, 8 of gate and 8 of
-up, so that 256 rows give the 128 columns of one scale group of the intermediate.
+``c ^ (r % 8)``, the 128-byte swizzle of a WGMMA operand. One bulk copy of 16 KB brings a tile.
+Rows of w13 alternate, 8 of gate and 8 of up, so that 256 rows give the 128 columns of a scale group of the
+intermediate.
 """
 
 from __future__ import annotations

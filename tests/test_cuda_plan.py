@@ -1,0 +1,134 @@
+"""Plans and the memory of the fused kernel: legality, budgets, the generated header."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megamoe.cuda.arena import ARENA, WORKSPACE, Sizes, device_header, offsets, total_bytes
+from megamoe.cuda.plan import REGISTERS_PER_SM, SHARED_LIMIT, Plan
+from megamoe.cuda.select import select_plan
+from megamoe.cuda.sources import KERNELS
+from megamoe.errors import EngineError
+
+# Hidden and intermediate sizes of public models that FP8 blocks can hold.
+MODELS = (
+    (7168, 2048),
+    (4096, 2048),
+    (7168, 3072),
+    (5120, 2304),
+    (4096, 1536),
+    (2048, 768),
+    (2048, 512),
+    (4096, 1024),
+    (3584, 3072),
+    (5120, 1536),
+    (4096, 1408),
+    (6144, 2048),
+    (3072, 1536),
+    (6144, 3072),
+)
+
+sizes = st.builds(
+    lambda model, el, topk, ranks, capacity: Sizes(
+        hidden=model[0], intermediate=model[1], topk=topk, ranks=ranks, local_experts=el, capacity=capacity
+    ),
+    st.sampled_from(MODELS),
+    st.integers(1, 896),
+    st.integers(1, 16),
+    st.sampled_from((1, 2, 4, 8)),
+    st.integers(1, 16384),
+)
+
+
+@given(sizes, st.integers(1, 16384))
+@settings(max_examples=300, deadline=None)
+def test_every_public_shape_gets_a_legal_plan(s, bound):
+    plan = select_plan(s, min(bound, s.capacity))
+    config = plan.config(s)
+    assert config["kSharedBytes"] <= SHARED_LIMIT
+    assert 128 * plan.role_registers + 256 * plan.math_registers <= REGISTERS_PER_SM
+
+
+@given(sizes)
+@settings(max_examples=100, deadline=None)
+def test_shared_memory_regions_follow_each_other(s):
+    plan = select_plan(s, s.capacity)
+    layout = plan.shared(s)
+    starts = [
+        layout.staging,
+        layout.pulled_rows,
+        layout.row_scales,
+        layout.tile_scales,
+        layout.amax,
+        layout.tables,
+        layout.barriers,
+    ]
+    assert starts == sorted(starts)
+    assert layout.pulled_rows - layout.staging >= 2 * plan.staging_buffers * 64 * 272
+    assert layout.row_scales - layout.pulled_rows >= plan.pulled_rows * s.hidden
+    assert layout.barriers - layout.tables >= s.local_experts * 12 + 20
+    assert layout.barriers % 8 == 0
+    assert layout.staging % 1024 == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        (Plan(wide=False, swap=False), "kind of tile"),
+        (Plan(stages=1), "2 to 8 stages"),
+        (Plan(stages=8), "at most 232448"),
+        (Plan(role_registers=64, math_registers=232), "at most 65536"),
+        (Plan(wave_experts=0), "at least 1"),
+        (Plan(lag=-1), "0 or more"),
+    ],
+)
+def test_illegal_plans_say_what_does_not_fit(plan, what):
+    s = Sizes(hidden=4096, intermediate=2048, topk=6, ranks=8, local_experts=32, capacity=8192)
+    with pytest.raises(EngineError, match=what):
+        plan.config(s)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 2880), (4096, 1400), (64, 128)])
+def test_sizes_that_fp8_blocks_cannot_hold_name_the_way_out(hidden, intermediate):
+    s = Sizes(hidden=hidden, intermediate=intermediate, topk=4, ranks=1, local_experts=8, capacity=64)
+    with pytest.raises(EngineError, match="BF16"):
+        Plan().config(s)
+
+
+def test_the_device_header_is_the_one_that_arena_py_describes():
+    assert (KERNELS / "arena_gen.cuh").read_text() == device_header(), "run tools/generate_arena.py"
+
+
+@given(sizes)
+@settings(max_examples=100, deadline=None)
+def test_fields_do_not_overlap(s):
+    for fields in (ARENA, WORKSPACE):
+        at = offsets(fields, s)
+        ends = [a + f.itemsize * f.count(s) for a, f in zip(at, fields, strict=True)]
+        assert all(end <= start for end, start in zip(ends, at[1:], strict=False))
+        assert ends[-1] <= total_bytes(fields, s)
+        assert all(a % 1024 == 0 for a in at)
+
+
+def test_arena_of_the_largest_common_layer_stays_below_512_mib():
+    s = Sizes(hidden=4096, intermediate=2048, topk=6, ranks=8, local_experts=32, capacity=8192)
+    assert total_bytes(ARENA, s) <= 512 * 2**20
+
+
+@given(sizes, st.integers(0, 2**31))
+@settings(max_examples=200, deadline=None)
+def test_pools_hold_any_routing(s, seed):
+    # All routes on one expert, or one route on each: whatever the counts, rows and tiles stay inside.
+    small = replace(s, capacity=min(s.capacity, 512))
+    counts = [0] * small.local_experts
+    counts[seed % small.local_experts] = small.pool_routes
+    spread = [small.pool_routes // small.local_experts + (e < small.pool_routes % small.local_experts)
+              for e in range(small.local_experts)]  # fmt: skip
+    for routes in (counts, spread):
+        rows = sum(-(-n // 8) * 8 for n in routes)
+        assert rows + 128 <= small.pool_rows
+        assert sum(-(-n // 64) for n in routes) <= small.pool_tiles
