@@ -317,6 +317,17 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
         megamoe.checkpoint("org/model", 0)
     with pytest.raises(CheckpointError, match="without safetensors"):
         megamoe.checkpoint(tmp_path, 0)
+    save_file({GATE1: torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"config\.json: got No such file"):
+        megamoe.checkpoint(tmp_path, 0)
+
+
+def test_can_travel_to_other_processes_and_is_short_to_print(fp8: Path) -> None:
+    import pickle
+
+    opened = megamoe.checkpoint(fp8, 0)
+    assert_same(pickle.loads(pickle.dumps(opened)).read(), opened.read())
+    assert len(repr(opened)) < 400
 
 
 # ---- configuration

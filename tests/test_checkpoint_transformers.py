@@ -49,8 +49,24 @@ def deepseek_v3() -> Any:
     return transformers.DeepseekV3ForCausalLM(config).bfloat16()
 
 
+def deepseek_v4() -> Any:
+    sizes = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
+    config = transformers.DeepseekV4Config(
+        **sizes,
+        n_routed_experts=4,
+        head_dim=64,
+        q_lora_rank=64,
+        o_groups=2,
+        o_lora_rank=32,
+        index_n_heads=2,
+        index_head_dim=32,
+        num_hash_layers=1,
+    )
+    return transformers.DeepseekV4ForCausalLM(config).bfloat16()
+
+
 @pytest.mark.parametrize("original_names", [True, False])
-@pytest.mark.parametrize(("make", "moe_layers"), [(qwen3_moe, (0, 2)), (deepseek_v3, (1, 2))])
+@pytest.mark.parametrize(("make", "moe_layers"), [(qwen3_moe, (0, 2)), (deepseek_v3, (1, 2)), (deepseek_v4, (0, 1, 2))])
 def test_saved_bf16_models(tmp_path: Path, make: Any, moe_layers: tuple[int, ...], original_names: bool) -> None:
     """Per-expert names and sharded files as published, and the fused names of the modules."""
     model = make()
@@ -58,7 +74,8 @@ def test_saved_bf16_models(tmp_path: Path, make: Any, moe_layers: tuple[int, ...
     opened = megamoe.checkpoint(tmp_path, layer=2)
     assert opened.moe_layers == moe_layers
     assert opened.format == "bf16"
-    assert opened.spec == megamoe.MoESpec(hidden=256, intermediate=128, experts=4, topk=2)
+    clamp = 10.0 if make is deepseek_v4 else None
+    assert opened.spec == megamoe.MoESpec(hidden=256, intermediate=128, experts=4, topk=2, clamp=clamp)
     weights = opened.read(1, 3)
     experts = model.model.layers[2].mlp.experts
     assert torch.equal(weights.w13, experts.gate_up_proj[1:4])

@@ -18,7 +18,7 @@ Names are those of `megamoe.formats.names`; sizes and the clamp come from ``conf
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -74,9 +74,9 @@ class Checkpoint:
     format: WeightFormat
     moe_layers: tuple[int, ...]
     scale_format: ScaleFormat | None
-    config: Mapping[str, Any]
-    _files: Mapping[str, str]
-    _names: naming.LayerNames
+    config: Mapping[str, Any] = field(repr=False)
+    _files: Mapping[str, str] = field(repr=False)
+    _names: naming.LayerNames = field(repr=False)
 
     def read(
         self,
@@ -89,7 +89,8 @@ class Checkpoint:
 
         Files are memory-mapped and copied (or converted) projection by projection into tensors that are allocated
         once. The peak is the result and about 32 MiB: 16 MiB of mapped pages, one projection, strips of a conversion.
-        Files that hold only other experts are not opened.
+        Files that hold only other experts are not opened. Scales are checked, the weights' own values are not looked
+        at (a NaN byte among e4m3 weights stays one).
 
         Args:
             first_expert: first expert to read.
