@@ -87,17 +87,21 @@ struct MathWarpgroup {
     }
   }
 
+  // Grouped by scale: neighbouring FFMAs then share that operand, which saves register reads.
   template <int Chunk, bool First>
   MEGAMOE_DEVICE void promote(const float (&acc)[kChunkRegisters]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int j = 0; j < C::kChunkColumns / 8; ++j) {
-        const float scale = scales[C::scale_index(Chunk * C::kChunkColumns + 8 * j)][r];
+      for (int s = 0; s < C::kScales; ++s) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int i = 4 * j + 2 * r + c, f = Chunk * kChunkRegisters + i;
-          finals[f] = First ? math::promote_first(acc[i], scale) : math::promote(acc[i], scale, finals[f]);
+        for (int j = 0; j < C::kChunkColumns / 8; ++j) {
+          if (C::scale_index(Chunk * C::kChunkColumns + 8 * j) != s) continue;
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int i = 4 * j + 2 * r + c, f = Chunk * kChunkRegisters + i;
+            finals[f] = First ? math::promote_first(acc[i], scales[s][r]) : math::promote(acc[i], scales[s][r], finals[f]);
+          }
         }
       }
     }
