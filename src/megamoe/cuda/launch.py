@@ -7,9 +7,11 @@ block, then `Kernel.launch`. Nothing is allocated and nothing synchronises, so a
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from megamoe.cuda.driver import TENSOR_MAP_BYTES, Driver, LaunchConfig, TensorMapSpec
@@ -19,7 +21,7 @@ from megamoe.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Kernel", "Library", "TensorMap", "TensorMaps", "aligned", "raw_stream"]
+__all__ = ["Kernel", "Library", "TensorMap", "TensorMaps", "aligned", "packer", "raw_stream"]
 
 _MAX_GRID: Final = 2**31 - 1
 _OWN_STREAMS: Final = (0, 1, 2)
@@ -48,13 +50,23 @@ def raw_stream(stream: torch.cuda.Stream | int | None, ordinal: int) -> int:
     """Handle of `stream`; None is torch's current stream of GPU `ordinal`."""
     if isinstance(stream, int):
         return stream
-    if stream is not None:
-        return int(stream.cuda_stream)
+    return _current_stream()(ordinal) if stream is None else int(stream.cuda_stream)
+
+
+@functools.lru_cache(maxsize=1)
+def _current_stream() -> Callable[[int], int]:
     import torch
 
-    # The public torch.cuda.current_stream makes a Stream object each time, which costs as much as the launch.
-    quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return int(quick(ordinal) if quick is not None else torch.cuda.current_stream(ordinal).cuda_stream)
+    # The public torch.cuda.current_stream makes a Stream object each time, which costs about as much as a launch.
+    quick: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return quick if quick is not None else lambda ordinal: int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+def packer(structure: ctypes.Structure) -> Callable[..., None]:
+    """A function that writes all fields of `structure`, plain numbers, at once: much faster than one by one."""
+    # ctypes' letter of a plain type is struct's, and "@" aligns as C does.
+    layout = struct.Struct("@" + "".join(str(vars(field[1])["_type_"]) for field in structure._fields_))
+    return functools.partial(layout.pack_into, memoryview(structure).cast("B"), 0)
 
 
 class Library:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from megamoe.cuda.driver import Driver, LaunchConfig, open_driver
-from megamoe.cuda.launch import Kernel, Library, aligned, raw_stream
+from megamoe.cuda.launch import Kernel, Library, aligned, packer, raw_stream
 from megamoe.cuda.toolchain import ARCHITECTURES, Compiled, Job, compile_kernel
 from megamoe.errors import EngineError, InputError
 from megamoe.spec import BLOCK, ScaleFormat
@@ -54,12 +55,12 @@ PLANS: Final = (StagingPlan(1), StagingPlan(2), StagingPlan(4))
 
 
 def select_plan(rows: int, hidden: int, multiprocessors: int) -> StagingPlan:
-    """The plan for `rows` rows of `hidden` columns: the most loads in flight that still gives every SM two blocks."""
+    """The plan for `rows` rows of `hidden` columns: the first whose blocks all find an SM of their own, else the last.
+
+    On an H200 another block on an SM costs more than another group in a warp (``benchmarks/results/staging-*``).
+    """
     groups = rows * (hidden // BLOCK)
-    for plan in reversed(PLANS):
-        if plan.blocks(groups) >= 2 * multiprocessors:
-            return plan
-    return PLANS[0]
+    return next((plan for plan in PLANS if plan.blocks(groups) <= multiprocessors), PLANS[-1])
 
 
 def job(hidden: int, scale_format: ScaleFormat, plan: StagingPlan, arch: str = "sm_90a") -> Job:
@@ -92,7 +93,8 @@ class _Shape:
     """What follows from the tensors' metadata alone, worked out once for each combination of it."""
 
     kernel: Kernel
-    arguments: _Arguments
+    write: Callable[..., None]
+    """Writes the kernel's arguments, in the order of `_Arguments`."""
     blocks: int
     rows: int
     strides: tuple[int, int, int]
@@ -147,7 +149,7 @@ class Stager:
                 "device", f"{self.device.name} ({self.device.arch})", " or ".join(ARCHITECTURES), "Use the CPU engine."
             )
         self._shapes: dict[tuple[Any, ...], _Shape] = {}
-        self._kernels: dict[StagingPlan, tuple[Kernel, _Arguments]] = {}
+        self._kernels: dict[StagingPlan, tuple[Kernel, Callable[..., None]]] = {}
         for plan in plans:
             work = job(hidden, scale_format, plan, self.device.arch)
             self._load(plan, compile_kernel(work.source, work.config, work.arch), dependent)
@@ -156,7 +158,8 @@ class Stager:
         arguments = aligned(_Arguments)
         config = LaunchConfig(threads=plan.threads, dependent=dependent)
         library = Library(self._driver, compiled)
-        self._kernels[plan] = (Kernel(library, "stage", self.device.ordinal, config, [arguments]), arguments)
+        kernel = Kernel(library, "stage", self.device.ordinal, config, [arguments])
+        self._kernels[plan] = (kernel, packer(arguments))
 
     def __call__(
         self,
@@ -205,12 +208,9 @@ class Stager:
         if at_x % 16 or at_q % 8 or at_s % 4 or (at_q < end_x and at_x < end_q) or (at_s < end_x and at_x < end_s):
             self._refuse_place((at_x, end_x), (at_q, end_q), (at_s, end_s))
         where = raw_stream(stream, self.device.ordinal)
-        kernel, a = shape.kernel, shape.arguments
-        with kernel.lock:
-            a.x, a.q, a.s, a.num_tokens = at_x, at_q, at_s, count
-            a.x_stride, a.q_stride, a.s_stride = shape.strides
-            a.tokens = shape.rows
-            kernel.launch(shape.blocks, where)
+        with shape.kernel.lock:
+            shape.write(at_x, at_q, at_s, count, *shape.strides, shape.rows)
+            shape.kernel.launch(shape.blocks, where)
 
     def _check(self, x: torch.Tensor, q: torch.Tensor, s: torch.Tensor, plan: StagingPlan | None) -> _Shape:
         h = self.hidden
