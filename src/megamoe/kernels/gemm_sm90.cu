@@ -1,8 +1,8 @@
 // Grouped FP8 GEMM: D[rows of group g] = A[rows of group g] B[g]^T with scales per 128 and float32 promotion.
 //
 // The main loop of the fused kernel with the simplest roles around it. See tile.cuh for roles, barriers and memory.
-// Constants come from the generated config.cuh: kColumns, kStages, kCluster, kBuffers, kInterleaved, kPeek, kFloat32Output,
-// kClocks, kPipelineLimitTicks, kSharedBytes.
+// Constants come from the generated config.cuh: kColumns, kStages, kCluster, kBuffers, kInterleaved, kPeek,
+// kFloat32Output, kClocks, kPipelineLimitTicks, kSharedBytes.
 #include "config.cuh"
 #define MEGAMOE_PIPELINE_LIMIT_TICKS config::kPipelineLimitTicks
 #include "loader.cuh"

@@ -33,9 +33,9 @@ struct Loader {
       ptx::mbarrier_wait(base + (C::kEmpty + ring.stage * 8), ring.parity);
       ptx::mbarrier_arrive_expect_tx(full, C::kStageTraffic);
       if constexpr (C::kCluster > 1) {
-        const u32 first = cta * C::kClusterColumns;
-        ptx::tma_load_3d_multicast(b + first * kBlockDepth, t.b, full, k * kBlockDepth, t.column + static_cast<int>(first),
-                                   t.group, (1 << C::kCluster) - 1);
+        const int first = static_cast<int>(cta) * C::kClusterColumns;
+        ptx::tma_load_3d_multicast(b + first * kBlockDepth, t.b, full, k * kBlockDepth, t.column + first, t.group,
+                                   (1 << C::kCluster) - 1);
       } else {
         ptx::tma_load_3d(b, t.b, full, k * kBlockDepth, t.column, t.group);
       }

@@ -1,11 +1,11 @@
 // The main loop of one math warpgroup: 64 rows of a tile over all k-blocks, promoted to float32 block by block.
 //
-// 256 wide, a k-block: wait full; product of columns 0..127; scales; wait; promote; product of columns 128..255 through the
-// same accumulator; wait; release the stage; promote. The other warpgroup keeps the tensor cores busy meanwhile.
+// 256 wide, a k-block: wait full; product of columns 0..127; scales; wait; promote; product of columns 128..255 through
+// the same accumulator; wait; release the stage; promote. The other warpgroup keeps the tensor cores busy meanwhile.
 // 192 wide: columns 0..95 and 96..191 in two accumulators; the next product is always in flight under a promotion.
 //
-// What ptxas needs (else it serialises WGMMA, C7510 to C7519, or spills): no product in flight across the back edge of the
-// tile loop, no divergent branch between a product and its wait, first and last k-block peeled.
+// What ptxas needs (else it serialises WGMMA, C7510 to C7519, or spills): no product in flight across the back edge of
+// the tile loop, no divergent branch between a product and its wait, first and last k-block peeled.
 #pragma once
 #include "math.cuh"
 #include "tile.cuh"
@@ -100,7 +100,8 @@ struct MathWarpgroup {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             const int i = 4 * j + 2 * r + c, f = Chunk * kChunkRegisters + i;
-            finals[f] = First ? math::promote_first(acc[i], scales[s][r]) : math::promote(acc[i], scales[s][r], finals[f]);
+            const float scale = scales[s][r];
+            finals[f] = First ? math::promote_first(acc[i], scale) : math::promote(acc[i], scale, finals[f]);
           }
         }
       }
@@ -125,7 +126,8 @@ struct MathWarpgroup {
     ring.advance();
   }
 
-  // One k-block of a 192 wide tile; its first product is in flight before, that of the next k-block after (unless Last).
+  // One k-block of a 192 wide tile; its first product is in flight before, that of the next k-block after (unless
+  // Last).
   template <bool First, bool Last, class UnderFirst, class UnderLast>
   MEGAMOE_DEVICE void block_overlapped(UnderFirst&& under_first, UnderLast&& under_last) {
     const u32 stage = ring.stage;

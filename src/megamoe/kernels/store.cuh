@@ -1,5 +1,5 @@
-// From a math warpgroup's finals to global memory: pieces of 64 rows x 128 bytes through staging buffers, copied out by a
-// store warp. The math warps only wait for a free buffer, write it and arrive; nothing of it diverges.
+// From a math warpgroup's finals to global memory: pieces of 64 rows x 128 bytes through staging buffers, copied out by
+// a store warp. The math warps only wait for a free buffer, write it and arrive; nothing of it diverges.
 #pragma once
 #include "mainloop.cuh"
 #include "tile.cuh"

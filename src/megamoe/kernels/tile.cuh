@@ -1,7 +1,8 @@
 // One CTA tile of a grouped FP8 GEMM: its geometry, its shared memory and its barriers.
 //
-// D = A B^T over k-blocks of 128: 128 rows of A (tokens), kColumns rows of B (weights), both e4m3 and K-major. A CTA has
-// 384 threads; with kCluster = 2, two CTAs work on two row blocks of the same weights and each loads half of them for both.
+// D = A B^T over k-blocks of 128: 128 rows of A (tokens), kColumns rows of B (weights), both e4m3 and K-major. A CTA
+// has 384 threads; with kCluster = 2, two CTAs work on two row blocks of the same weights and each loads half of them
+// for both.
 //
 // Roles
 //   warpgroup 0  warp 0, lane 0        loader        every copy into the stages
@@ -10,14 +11,14 @@
 //
 // Pipelines (arrival counts are the constants below; parity of the first wait: consumer 0, producer 1)
 //   barrier       producer -> consumer                  arrivals            bytes
-//   full[stage]   loader -> math warpgroups             kFullArrivals       kStageTraffic: own A, both halves of B, scales
+//   full[stage]   loader -> math warpgroups             kFullArrivals       kStageTraffic: own A, all of B, scales
 //   empty[stage]  math warps of the cluster -> loader   kEmptyArrivals
 //   staged[w][b]  warps of math warpgroup w -> store w  kStagedArrivals
 //   free[w][b]    store warp w -> math warpgroup w      kFreeArrivals
 //
 // Memory
-//   stages        written by the copies of the cluster's loaders from empty to full, read by WGMMA and by the math threads
-//                 (scales) from full to empty
+//   stages        written by the copies of the cluster's loaders from empty to full, read by WGMMA and (scales) by the
+//                 math threads from full to empty
 //   staging[w]    written by math warpgroup w from free to staged, read by TMA stores from staged to free
 #pragma once
 #include "ptx.cuh"

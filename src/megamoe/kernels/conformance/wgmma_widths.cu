@@ -1,9 +1,9 @@
-// A 256 x 256 x 128 e4m3 product with WGMMA of one width, with either matrix on the M side and with A from shared memory or
-// from registers. Invariance across plans rests on all of them, for every width in use, having the same bits.
+// A 256 x 256 x 128 e4m3 product with WGMMA of one width, with either matrix on the M side and with A from shared
+// memory or from registers. Invariance across plans rests on all of them, for every width in use, having the same bits.
 //
 // One CTA of 128 threads. x, y: e4m3 [256, 128]. out: float32 [order][source][256][256], order 0 = x on the M side
-// ([x row][y row]), 1 = y on the M side ([y row][x row]); source 0 = shared memory, 1 = registers. A width that does not
-// divide 256 leaves the columns past its last whole multiple unwritten.
+// ([x row][y row]), 1 = y on the M side ([y row][x row]); source 0 = shared memory, 1 = registers. A width that does
+// not divide 256 leaves the columns past its last whole multiple unwritten.
 //
 // config: kWidth.
 #include "config.cuh"
