@@ -1,0 +1,289 @@
+"""Running kernels: arguments, launches on all ranks at once, seeds."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Union
+
+import torch
+
+from megamoe.errors import EngineError
+from megamoe.sim.build import Kernel, library, worker
+from megamoe.sim.memory import Arena, Buffer
+from megamoe.sim.report import Finding, Report, resolve
+
+__all__ = ["Argument", "Expiry", "Launch", "Mutation", "Simulation"]
+
+Argument = Union[Buffer, torch.Tensor, bytes, ctypes.Structure, "ctypes._SimpleCData[Any]"]
+"""A kernel parameter: a buffer or tensor of the arena (its address), a ctypes value or structure, or raw bytes."""
+
+Expiry = Literal["never", "deadlock", "random"]
+"""When deadlines of waits pass: never, once nothing else can go on, or at a random moment."""
+
+_STATIC_TLS = 64 << 10
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel on every rank at once.
+
+    Args:
+        kernel: what to run.
+        grid: number of CTAs, or (x, y, z).
+        block: threads of a CTA.
+        arguments: for each rank, one value per kernel parameter; ``arguments[r]`` None leaves rank r out.
+        cluster: CTAs of a cluster.
+        shared: bytes of dynamic shared memory.
+    """
+
+    kernel: Kernel
+    grid: int | tuple[int, int, int]
+    block: int
+    arguments: Sequence[Sequence[Argument] | None]
+    cluster: int = 1
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One synchronisation call weakened: its kind (see `megamoe.sim.mutation.KINDS`) and its call sites."""
+
+    kind: str
+    sites: tuple[int, ...]
+
+
+def _raw(argument: Argument) -> bytes:
+    if isinstance(argument, Buffer):
+        return argument.address.to_bytes(8, "little")
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr().to_bytes(8, "little")
+    return bytes(argument)
+
+
+class _Worker:
+    """The worker process; it keeps its libraries between runs."""
+
+    def __init__(self, arena: Arena) -> None:
+        tunables = f"glibc.rtld.optional_static_tls={_STATIC_TLS}"
+        self.process = subprocess.Popen(
+            [str(worker())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "GLIBC_TUNABLES": tunables},
+        )
+        self.libraries: list[Path] = []
+        self.lines: list[str] = []
+        self.send(f"arena {arena.path} {arena.base} {arena.nbytes}")
+
+    def send(self, line: str) -> None:
+        self.lines.append(line)
+
+    def module(self, path: Path) -> int:
+        if path not in self.libraries:
+            self.libraries.append(path)
+            self.send(f"module {path}")
+        return self.libraries.index(path)
+
+    def ask(self, line: str, timeout: float) -> dict[str, Any]:
+        """Send everything up to `line`; the answer. A worker that dies or hangs gives {"died": reason}."""
+        self.send(line)
+        text = "\n".join(self.lines) + "\n"
+        self.lines = []
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(text.encode())
+            stdin.flush()
+        got = b""
+        while not got.endswith(b"\n"):
+            ready, _, _ = select.select([stdout], [], [], timeout)
+            if not ready:
+                self.close()
+                return {"died": f"no answer for {timeout:g} s"}
+            piece = os.read(stdout.fileno(), 1 << 16)
+            if not piece:
+                break
+            got += piece
+        if not got:
+            return {"died": f"the worker ended with code {self.process.wait()}"}
+        answer: dict[str, Any] = json.loads(got)
+        if "error" in answer:
+            self.close()
+            raise EngineError("simulator", answer["error"], "a job that the worker can run", "")
+        return answer
+
+    def close(self) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Simulation:
+    """Global memory of some ranks, and a worker that runs kernels on it.
+
+    Example:
+        >>> with Simulation() as sim:
+        ...     x = sim.buffer("x", torch.arange(4.0))
+        ...     launch = Launch(Kernel.of("some.cu", "entry"), 1, 32, [[x]])
+        ...     report = sim.run([launch], seed=1, checked=True)
+
+    Args:
+        nbytes: size of all global memory together.
+    """
+
+    def __init__(self, nbytes: int = 256 << 20) -> None:
+        self.arena = Arena(nbytes)
+        self._worker: _Worker | None = None
+
+    def __enter__(self) -> Simulation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker and give the memory back; tensors of the arena must not be used afterwards."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        self.arena.close()
+
+    def buffer(
+        self, label: str, value: torch.Tensor | Sequence[int], dtype: torch.dtype | None = None, **how: Any
+    ) -> Buffer:
+        """A new buffer in global memory; see `Arena.buffer`."""
+        return self.arena.buffer(label, value, dtype, **how)
+
+    def parameter_sizes(self, kernel: Kernel) -> list[int]:
+        """Sizes in bytes of the kernel's parameters."""
+        w = self._ready()
+        module = w.module(library(kernel, checked=False))
+        sizes: list[int] = w.ask(f"sizes {module} {kernel.entry}", 60.0)["sizes"]
+        return sizes
+
+    def _ready(self) -> _Worker:
+        if self._worker is None or self._worker.process.poll() is not None:
+            if self._worker is not None:
+                self._worker.close()
+            self._worker = _Worker(self.arena)
+        return self._worker
+
+    def _describe(self, w: _Worker, launches: Sequence[Launch], checked: bool) -> None:
+        for b in self.arena.buffers:
+            w.send(f"buffer {b.rank} {b.address} {b.nbytes} {int(b.peers)} {int(b.read_only)} {b.label}")
+        entries = [
+            (launch, rank, [_raw(a) for a in arguments])
+            for launch in launches
+            for rank, arguments in enumerate(launch.arguments)
+            if arguments is not None
+        ]
+        addresses = iter(self.arena.scratch([data for _, _, raw in entries for data in raw]))
+        for launch, rank, raw in entries:
+            grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid, 1, 1)
+            if grid[0] % launch.cluster:
+                raise EngineError("grid", grid, f"a multiple of the cluster size {launch.cluster}", "Check the plan.")
+            module = w.module(library(launch.kernel, checked=checked))
+            sizes = w.ask(f"sizes {module} {launch.kernel.entry}", 60.0)["sizes"]
+            if sizes != [len(data) for data in raw]:
+                raise EngineError(
+                    f"arguments of {launch.kernel.entry}",
+                    f"{[len(data) for data in raw]} bytes",
+                    f"{sizes} bytes, as the kernel declares them",
+                    "The host's structure and the kernel's have drifted apart.",
+                )
+            words = [
+                module,
+                launch.kernel.entry,
+                rank,
+                *grid,
+                launch.block,
+                1,
+                1,
+                launch.cluster,
+                launch.shared,
+                len(raw),
+            ]
+            w.send("launch " + " ".join(map(str, words)) + "".join(f" {next(addresses)}" for _ in raw))
+
+    def run(
+        self,
+        launches: Sequence[Launch],
+        *,
+        seed: int = 1,
+        checked: bool = False,
+        expiry: Expiry = "never",
+        mutation: Mutation | None = None,
+        record_sites: bool = False,
+        step_limit: int | None = None,
+        timeout: float = 300.0,
+    ) -> Report:
+        """Run all launches on all their ranks at once, on the memory as it is now.
+
+        Args:
+            launches: what runs concurrently.
+            seed: of the schedule; 0 is round robin with copies done at once.
+            checked: with the race checker and exact bounds (slower; another build of the kernel).
+            expiry: when deadlines pass.
+            mutation: weaken a synchronisation call.
+            record_sites: list the synchronisation calls that were executed, in ``report.sites``.
+            step_limit: scheduler steps without any change before it is a livelock.
+            timeout: seconds until the worker is given up.
+
+        Raises:
+            EngineError: arguments that do not fit the kernel; a machine without what the simulator needs.
+            CompileError: the kernel does not compile.
+        """
+        w = self._ready()
+        self._describe(w, launches, checked)
+        w.send(f"option seed {seed}")
+        w.send(f"option checked {int(checked)}")
+        w.send(f"option expiry {expiry}")
+        if step_limit is not None:
+            w.send(f"option step_limit {step_limit}")
+        if record_sites:
+            w.send("option record_sites 1")
+        if mutation is not None:
+            w.send(f"option mutation {mutation.kind}")
+            for site in mutation.sites:
+                w.send(f"option mutated {site}")
+        answer = w.ask("run", timeout)
+        findings = [Finding(kind, resolve(text, w.libraries)) for kind, text in answer.get("findings", [])]
+        if "died" in answer:
+            findings.append(Finding("crash", answer["died"]))
+        findings += [Finding("bounds", text) for text in self.arena.damage()]
+        counters = {k: v for k, v in answer.items() if isinstance(v, int)}
+        return Report(
+            seed=seed,
+            checked=checked,
+            findings=tuple(findings),
+            waiting=tuple(resolve(text, w.libraries) for text in answer.get("waiting", [])),
+            seconds=answer.get("seconds", 0.0),
+            counters=counters,
+            sites=tuple((kind, site, count) for kind, site, count in answer.get("sites", [])),
+        )
+
+    def seeds(self, launches: Sequence[Launch], seeds: Sequence[int], **how: Any) -> Iterator[Report]:
+        """`run` for each seed, each time from the memory as it was at the first."""
+        self.arena.save()
+        for seed in seeds:
+            self.arena.restore()
+            yield self.run(launches, seed=seed, **how)
+
+    def libraries(self) -> list[Path]:
+        """Libraries of the kernels run so far, in the order of `Report.sites`' modules."""
+        return [] if self._worker is None else list(self._worker.libraries)
