@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megamoe.errors import FormatError, WeightError
@@ -63,9 +63,11 @@ def test_dequantize_all_256_bytes_at_scale_one() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), spread=st.integers(0, 40), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
+@example(seed=1_576_303_200, spread=34, dtype=torch.bfloat16)
 def test_quantize_is_nearest_with_the_ocp_scale(seed: int, spread: int, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(seed)
-    w = (torch.randn(3, 64, generator=g) * torch.exp2(torch.randn(3, 64, generator=g) * spread)).to(dtype)
+    exponent = (torch.randn(3, 64, generator=g) * spread).clamp(-130, 120)  # subnormals too, no infinities
+    w = (torch.randn(3, 64, generator=g) * torch.exp2(exponent)).to(dtype)
     w[1] = 0
     w[2, :8] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -7.9])
     w[2, 8:32] = 0
