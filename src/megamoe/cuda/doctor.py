@@ -68,7 +68,14 @@ def _gpus(open_it: Callable[[], Driver]) -> tuple[Report, list[Report], list[Rep
         count = driver.device_count()
         for i in range(count):
             gpu = driver.device(i)
-            gpus.append({**asdict(gpu), "arch": gpu.arch, "runs": gpu.arch == _RUNNING_ARCH})
+            gpus.append(
+                {
+                    **asdict(gpu),
+                    "compute_capability": list(gpu.compute_capability),
+                    "arch": gpu.arch,
+                    "runs": gpu.arch == _RUNNING_ARCH,
+                }
+            )
         links = [asdict(driver.peer(a, b)) for a in range(count) for b in range(count) if a != b]
         if count == 0:
             found["problem"] = "the driver sees no GPU"
