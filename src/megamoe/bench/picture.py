@@ -20,7 +20,6 @@ def times_by_tokens(document: dict[str, Any], path: Path) -> None:
     Raises:
         InputError: no row has a time.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     lines: dict[str, list[tuple[int, dict[str, Any]]]] = {}
@@ -33,7 +32,6 @@ def times_by_tokens(document: dict[str, Any], path: Path) -> None:
     if not lines:
         raise InputError("document", f"{len(document['rows'])} rows", "rows with a time", "Measure something first.")
     figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for label, points in lines.items():
         points.sort(key=lambda point: point[0])

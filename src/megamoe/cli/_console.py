@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["bars", "out", "plain_table", "print_json", "progress", "sparkline"]
+from megamoe.errors import InputError
+
+__all__ = ["PICTURES", "bars", "out", "plain_table", "print_json", "progress", "sparkline", "writable"]
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -38,6 +42,24 @@ def progress(*, quiet: bool = False) -> Progress:
         transient=True,
         disable=quiet,
     )
+
+
+PICTURES: Final = (".png", ".svg", ".pdf")
+"""Suffixes of files that ``--plot`` writes."""
+
+
+def writable(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Refuse, before the work starts, a path that cannot be written when it is done.
+
+    Raises:
+        InputError: the directory does not exist or may not be written, or the suffix is not one of `suffixes`.
+    """
+    if path is None:
+        return
+    if suffixes and path.suffix not in suffixes:
+        raise InputError(option, str(path), f"a file name that ends in {', '.join(suffixes)}", "Rename it.")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InputError(option, str(path), "a file in a directory that exists and may be written", "Make it first.")
 
 
 def plain_table(title: str) -> Table:

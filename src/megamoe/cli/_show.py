@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megamoe.cli._console import bars, plain_table, sparkline
-from megamoe.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from megamoe.cli._evaluate import Evaluation
 
-__all__ = ["figure", "plot", "summary", "table"]
+__all__ = ["figure", "summary", "table"]
 
 _HISTOGRAM_WIDTH = 32
 
@@ -83,25 +81,11 @@ def summary(evaluations: Mapping[str, Evaluation]) -> RenderableType:
     return shown
 
 
-def plot(evaluation: Evaluation, title: str, path: Path) -> None:
-    """Write `figure` to `path`, whose suffix chooses the format (png, svg, pdf).
-
-    Raises:
-        InputError: the format is unknown or the file cannot be written.
-    """
-    try:
-        figure(evaluation, title).savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise InputError("plot", str(path), "a png, svg or pdf file", f"{error}.") from error
-
-
 def figure(evaluation: Evaluation, title: str) -> Figure:
     """Error of each token against the limit, and routes of each expert coloured by rank."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     result = Figure(figsize=(9, 3.2), layout="constrained")
-    FigureCanvasAgg(result)
     left, right = result.subplots(1, 2)
     start = 0
     for share in evaluation.shares:

@@ -38,6 +38,7 @@ def command(
     from megamoe.demo_activations import byte_tokens, layer_input
     from megamoe.demo_checkpoint import FAMILIES, make_checkpoint
 
+    _console.writable("plot", plot, _console.PICTURES)
     evaluations = {}
     with _console.progress(quiet=as_json) as display, tempfile.TemporaryDirectory(prefix="megamoe-demo-") as scratch:
         root = keep or Path(scratch)
@@ -53,7 +54,8 @@ def command(
             assert evaluation is not None  # None only on other ranks of a torchrun
             evaluations[family] = evaluation
     if plot is not None:
-        _show.plot(evaluations["deepseek-v3"], f"Tiny DeepSeek-V3 FP8 layer, {ranks} ranks", plot)
+        title = f"Tiny DeepSeek-V3 FP8 layer, {ranks} ranks"
+        _show.figure(evaluations["deepseek-v3"], title).savefig(plot, dpi=110)
     agrees = all(evaluation.agrees for evaluation in evaluations.values())
     if as_json:
         runs = {family: evaluation.document() for family, evaluation in evaluations.items()}

@@ -21,13 +21,13 @@ def command(
     checkpoint: Annotated[Path, typer.Option(help="Directory of a Hugging Face checkpoint.")],
     layer: Annotated[int, typer.Option(help="Index of a layer with experts.")],
     ranks: Annotated[
-        int | None, typer.Option(help="Ranks in this process (default 1). Under torchrun: its processes.")
+        int | None, typer.Option(min=1, help="Ranks in this process (default 1). Under torchrun: its processes.")
     ] = None,
     input: Annotated[
         Path | None, typer.Option(help="safetensors file with 'activations', BF16 [T, H]. Default: random rows.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens on each rank. Default: all rows of the input, or 64 random ones.")
+        int | None, typer.Option(min=0, help="Tokens on each rank. Default: all rows of the input, or 64 random ones.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the output, BF16 [T, H], to this safetensors file.")] = None,
     backend: Annotated[str, typer.Option(help="Engine: auto, cpu or cuda.")] = "auto",
@@ -39,16 +39,16 @@ def command(
 
     The model's own router (from Transformers) chooses the experts. Exit code 1 if the result does not agree.
     """
-    from megamoe.cli._console import progress
+    from megamoe.cli._console import PICTURES, progress, writable
     from megamoe.cli._inputs import load_inputs, random_inputs
     from megamoe.cli._job import Job, evaluate
 
     world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ and "RANK" in os.environ else None
     if world is not None and ranks not in (None, world):
         raise InputError("ranks", ranks, f"{world}, the processes that torchrun started", "Leave --ranks out.")
-    count = world or ranks or 1
-    if count < 1 or (tokens is not None and tokens < 0):
-        raise InputError("ranks, tokens", f"{count}, {tokens}", "at least 1 rank and 0 tokens", "Change them.")
+    count = world if world is not None else 1 if ranks is None else ranks
+    writable("save", save)
+    writable("plot", plot, PICTURES)
     first = int(os.environ.get("RANK", 0)) == 0
     with progress(quiet=as_json or not first) as display:
         job = Job(checkpoint, layer, ranks=count, backend=cast("Backend", backend), samples=samples, display=display)
@@ -75,7 +75,7 @@ def report(evaluation: Evaluation, title: str, *, save: Path | None, as_json: bo
 
         save_file({"output": evaluation.output}, str(save))
     if plot is not None:
-        _show.plot(evaluation, title, plot)
+        _show.figure(evaluation, title).savefig(plot, dpi=110)
     if as_json:
         _console.print_json(evaluation.document())
         return
