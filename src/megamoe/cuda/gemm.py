@@ -27,15 +27,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLANS",
+    "THREADS",
     "TILE_ROWS",
+    "GemmParams",
     "GemmPlan",
     "GroupedGemm",
     "Problem",
+    "fill_params",
+    "grid_size",
     "group_starts",
     "job",
     "pack_row_scales",
     "pack_tile_scales",
     "problem_from",
+    "tensor_maps",
     "tile_list",
 ]
 
@@ -226,8 +231,8 @@ def pack_tile_scales(scales: torch.Tensor, plan: GemmPlan) -> torch.Tensor:
     return packed
 
 
-class _Params(ctypes.Structure):
-    """Host image of ``GemmParams``."""
+class GemmParams(ctypes.Structure):
+    """Host image of the kernel's ``GemmParams``."""
 
     _fields_ = (
         ("row_scales", ctypes.c_uint64),
@@ -280,6 +285,33 @@ def _compiled(plan: GemmPlan, arch: str) -> Compiled:
     return compile_kernel(wanted.source, wanted.config, wanted.arch)
 
 
+def tensor_maps(plan: GemmPlan, problem: Problem) -> tuple[TensorMapSpec, TensorMapSpec, TensorMapSpec]:
+    """The kernel's first three parameters: maps of a, b and the output."""
+    m, n, k, groups = problem.shape
+    element, size = ("float32", 4) if plan.float32 else ("bfloat16", 2)
+    box_b = (BLOCK, plan.columns // plan.cluster, 1)
+    return (
+        TensorMapSpec(problem.a.data_ptr(), "uint8", (k, m), (k,), (BLOCK, TILE_ROWS)),
+        TensorMapSpec(problem.b.data_ptr(), "uint8", (k, n, groups), (k, k * n), box_b),
+        TensorMapSpec(problem.out.data_ptr(), element, (n, m), (n * size,), (plan.piece_columns, 64)),
+    )
+
+
+def fill_params(params: GemmParams, problem: Problem, clocks: torch.Tensor | None = None) -> GemmParams:
+    """Write the kernel's fourth parameter; returns it."""
+    p: Any = params
+    p.row_scales, p.tile_scales = problem.row_scales.data_ptr(), problem.tile_scales.data_ptr()
+    p.tiles, p.clocks = problem.tiles.data_ptr(), 0 if clocks is None else clocks.data_ptr()
+    p.tile_count, p.kblocks = int(problem.tiles.shape[0]), int(problem.b.shape[2]) // BLOCK
+    p.row_scale_stride, p.column_tiles = int(problem.row_scales.shape[1]), int(problem.tile_scales.shape[1])
+    return params
+
+
+def grid_size(plan: GemmPlan, problem: Problem, multiprocessors: int) -> int:
+    """CTAs of a launch: one for each SM, whole clusters, and no more than there are tiles for."""
+    return min(multiprocessors - multiprocessors % plan.cluster, int(problem.tiles.shape[0]) * plan.cluster)
+
+
 class GroupedGemm:
     """One plan's kernel on one GPU.
 
@@ -303,7 +335,7 @@ class GroupedGemm:
         self._library = Library(self._driver, compiled or _compiled(plan, info.arch))
         self._maps = TensorMaps(self._driver)
         self._a, self._b, self._d = (aligned(TensorMap) for _ in range(3))
-        self._params = aligned(_Params)
+        self._params = aligned(GemmParams)
         config = LaunchConfig(threads=THREADS, dynamic_shared=plan.shared_bytes, cluster=plan.cluster)
         arguments: list[ctypes.Structure] = [self._a, self._b, self._d, self._params]
         self._kernel = Kernel(self._library, "grouped_gemm", ordinal, config, arguments)
@@ -351,26 +383,12 @@ class GroupedGemm:
         self.check(problem, clocks)
         if problem.tiles.shape[0] == 0:
             return
-        m, n, k, groups = problem.shape
-        plan = self.plan
-        box_d = (plan.piece_columns, 64)
-        size_d = problem.out.element_size()
+        maps = tensor_maps(self.plan, problem)
         with self._kernel.lock:
-            self._a.set(
-                self._maps.tiled(TensorMapSpec(problem.a.data_ptr(), "uint8", (k, m), (k,), (BLOCK, TILE_ROWS)))
-            )
-            box_b = (BLOCK, plan.columns // plan.cluster, 1)
-            spec_b = TensorMapSpec(problem.b.data_ptr(), "uint8", (k, n, groups), (k, k * n), box_b)
-            self._b.set(self._maps.tiled(spec_b))
-            element = "float32" if plan.float32 else "bfloat16"
-            spec_d = TensorMapSpec(problem.out.data_ptr(), element, (n, m), (n * size_d,), box_d)
-            self._d.set(self._maps.tiled(spec_d))
-            p: Any = self._params
-            p.row_scales, p.tile_scales = problem.row_scales.data_ptr(), problem.tile_scales.data_ptr()
-            p.tiles, p.clocks = problem.tiles.data_ptr(), 0 if clocks is None else clocks.data_ptr()
-            p.tile_count, p.kblocks = int(problem.tiles.shape[0]), k // BLOCK
-            p.row_scale_stride, p.column_tiles = int(problem.row_scales.shape[1]), int(problem.tile_scales.shape[1])
-            grid = min(self._grid, int(problem.tiles.shape[0]) * plan.cluster)
+            for target, spec in zip((self._a, self._b, self._d), maps, strict=True):
+                target.set(self._maps.tiled(spec))
+            fill_params(self._params, problem, clocks)
+            grid = grid_size(self.plan, problem, self._grid)
             self._kernel.launch(grid, raw_stream(stream, self._kernel.ordinal))
 
     def close(self) -> None:

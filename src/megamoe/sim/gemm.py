@@ -19,7 +19,7 @@ from megamoe.cuda.gemm import (
 )
 from megamoe.sim.build import Kernel
 from megamoe.sim.memory import encode_tensor_map
-from megamoe.sim.simulation import Launch, Simulation
+from megamoe.sim.simulation import Argument, Launch, Simulation
 
 __all__ = ["SIMULATED_SMS", "gemm_kernel", "gemm_launch"]
 
@@ -44,6 +44,9 @@ def gemm_launch(
     names = ("a", "row_scales", "b", "tile_scales", "tiles", "out")
     tensors = {n: sim.buffer(n, getattr(made, n), read_only=n != "out").tensor for n in names}
     problem = replace(made, **tensors)
-    arguments = [*(encode_tensor_map(spec) for spec in tensor_maps(plan, problem)), fill_params(GemmParams(), problem)]
+    arguments: list[Argument] = [
+        *(encode_tensor_map(spec) for spec in tensor_maps(plan, problem)),
+        fill_params(GemmParams(), problem),
+    ]
     grid = grid_size(plan, problem, multiprocessors)
     return Launch(gemm_kernel(plan), grid, THREADS, [arguments], plan.cluster, plan.shared_bytes), problem
