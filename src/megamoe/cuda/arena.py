@@ -18,6 +18,8 @@ __all__ = [
     "ARENA",
     "MAX_RANKS",
     "REPORT_WORDS",
+    "TRACE_EVENTS",
+    "TRACE_ROLES",
     "WORKSPACE",
     "Field",
     "Params",
@@ -43,6 +45,10 @@ TILE_ROWS: Final = 128
 SMALLEST_TILE: Final = 64
 """Rows of the narrowest kind of tile that counts as one: no expert has more than rows / 64 + 1 tiles."""
 
+TRACE_ROLES: Final = 6
+TRACE_EVENTS: Final = 1024
+"""Rows and columns of a CTA's time stamps (trace.cuh)."""
+
 BANKS: Final = 2
 """Sets of counters: a call uses one and clears the other for the next."""
 
@@ -57,6 +63,8 @@ class Sizes:
     ranks: int
     local_experts: int
     capacity: int
+    trace_words: int = 0
+    """Words for time stamps: CTAs x 6 roles x 1024 where a tracing plan runs."""
 
     @property
     def experts(self) -> int:
@@ -127,6 +135,7 @@ WORKSPACE: Final = (
     Field("x_pool_scales", "float", 4, lambda s: s.pool_rows * s.hidden // BLOCK, "their scales [H/128][row]"),
     Field("h_pool", "u8", 1, lambda s: s.pool_rows * s.intermediate, "intermediate rows [row][I]"),
     Field("h_pool_scales", "float", 4, lambda s: s.pool_rows * s.intermediate // BLOCK, "their scales [I/128][row]"),
+    Field("trace", "u64", 8, lambda s: s.trace_words, "[CTA][role][event] time stamps; only with a tracing plan"),
 )
 """Local fields, in order."""
 
@@ -228,7 +237,8 @@ def device_header() -> str:
         "using ptx::u32;\nusing ptx::u64;\nusing ptx::u8;\n\n",
         f"constexpr int kMaxRanks = {MAX_RANKS};\n",
         f"constexpr u32 kBanks = {BANKS};\n",
-        f"constexpr u32 kRowAlignment = {ROW_ALIGNMENT};\n\n",
+        f"constexpr u32 kRowAlignment = {ROW_ALIGNMENT};\n",
+        f"constexpr u32 kTraceEvents = {TRACE_EVENTS};\n\n",
         "struct Params {\n" + "\n".join(lines) + "\n};\n\n",
         "namespace arena {\n\n",
         "\n".join(_accessor("arena", i, f) for i, f in enumerate(ARENA)),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
-from megamoe.cuda.arena import REPORT_WORDS, Params, allocation_report
+from megamoe.cuda.arena import REPORT_WORDS, TRACE_EVENTS, TRACE_ROLES, Params, allocation_report
 from megamoe.cuda.driver import Driver, LaunchConfig, open_driver
 from megamoe.cuda.fused import KERNEL, Buffers, fill_params, job, sizes_of, tensor_maps
 from megamoe.cuda.launch import Kernel, Library, TensorMap, TensorMaps, aligned
@@ -75,6 +75,7 @@ class CudaEngine:
         sm_reserve: SMs that the kernel leaves to others.
         deadline: seconds that a wait inside the kernel may take.
         plan: use this plan for every call; None: chosen from the bound of a call.
+        trace: provide memory for the time stamps of tracing plans.
         driver: for tests; by default the real one.
 
     Raises:
@@ -93,6 +94,7 @@ class CudaEngine:
         sm_reserve: int = 0,
         deadline: float = 120.0,
         plan: Plan | None = None,
+        trace: bool = False,
         driver: Driver | None = None,
     ) -> None:
         if placement.local != tuple(range(placement.ranks)):
@@ -114,8 +116,10 @@ class CudaEngine:
         if self._info.arch != "sm_90a":
             raise EngineError("device", f"{self._info.name} ({self._info.arch})", "sm_90a", "Use backend='cpu'.")
         ranks = placement.ranks
-        self._sizes = sizes_of(spec, ranks, max_tokens)
         self._grid = max(1, (self._info.multiprocessors - sm_reserve) // ranks)
+        self._sizes = sizes_of(spec, ranks, max_tokens)
+        if trace:
+            self._sizes = replace(self._sizes, trace_words=self._grid * TRACE_ROLES * TRACE_EVENTS)
         self._plan = plan
         self._deadline_ns = int(deadline * 1e9)
         self._kernels: dict[Plan, list[Kernel]] = {}
@@ -263,6 +267,10 @@ class CudaEngine:
             else:
                 params.tokens, params.num_tokens = call.x.shape[0], call.num_tokens.data_ptr()
             kernel.launch(self._grid, int(stream.cuda_stream))
+
+    def stamps(self, index: int) -> torch.Tensor:
+        """Time stamps of the `index`-th hosted rank's last call: int64 ``[CTAs, roles, events]``, see trace.cuh."""
+        return self._ranks[index].buffers.view("trace").view(self._grid, TRACE_ROLES, TRACE_EVENTS).cpu()
 
     def refuse(self, error: MegaMoEError) -> NoReturn:
         """All ranks are in this process: the error reaches them all."""

@@ -63,6 +63,7 @@ class Plan:
         wave_experts: experts of one wave of the tile order; None: all of a rank, so all first GEMMs come first.
         lag: waves by which the second GEMM stays behind the first.
         peek: test the next stage's barrier under the last product of a k-block.
+        trace: record time stamps (`Sizes.trace_words` must provide for them).
         pipeline_limit_ticks: a pipeline inside a CTA that stands still for so many ticks of 4.3 s traps: the last
             resort, far beyond the deadline of any wait for a peer.
         role_registers: registers of a thread of the role warpgroup.
@@ -77,6 +78,7 @@ class Plan:
     wave_experts: int | None = None
     lag: int = 0
     peek: bool = False
+    trace: bool = False
     pipeline_limit_ticks: int = 300
     role_registers: int = 56
     math_registers: int = 224
@@ -166,6 +168,7 @@ class Plan:
             "kWaveExperts": min(self.wave_experts or sizes.local_experts, sizes.local_experts),
             "kLag": self.lag,
             "kPeek": self.peek,
+            "kTrace": self.trace,
             "kPipelineLimitTicks": self.pipeline_limit_ticks,
             "kRoleRegisters": self.role_registers,
             "kMathRegisters": self.math_registers,

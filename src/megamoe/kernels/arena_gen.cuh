@@ -11,12 +11,13 @@ using ptx::u8;
 constexpr int kMaxRanks = 8;
 constexpr u32 kBanks = 2;
 constexpr u32 kRowAlignment = 8;
+constexpr u32 kTraceEvents = 1024;
 
 struct Params {
   u8* arena[kMaxRanks];  // every rank's arena, own included
   u64 arena_at[9];  // byte offset of each field
   u8* workspace;
-  u64 workspace_at[12];
+  u64 workspace_at[13];
   const u8* w13;  // tiles of 128 gate/up rows (alternating by 8) x 128, swizzled
   const float* w13_scales;  // [expert][256 rows][k-block] gate, up, gate, up
   const u8* w2;  // tiles of 128 rows x 128, swizzled
@@ -143,6 +144,11 @@ MEGAMOE_DEVICE u8* h_pool(const Params& p) {
 // their scales [I/128][row]
 MEGAMOE_DEVICE float* h_pool_scales(const Params& p) {
   return reinterpret_cast<float*>(p.workspace + p.workspace_at[11]);
+}
+
+// [CTA][role][event] time stamps; only with a tracing plan
+MEGAMOE_DEVICE u64* trace(const Params& p) {
+  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[12]);
 }
 
 }  // namespace workspace

@@ -5,6 +5,7 @@
 // config::kPulledRows rows are in flight a CTA: about 1 MB over the GPU saturates NVLink, more only adds latency.
 #pragma once
 #include "routing.cuh"
+#include "trace.cuh"
 
 namespace megamoe {
 
@@ -33,9 +34,11 @@ class PoolRows {
 MEGAMOE_DEVICE void dispatch_rows(const Params& p, Smem base, u32 epoch) {
   constexpr u32 kInFlight = config::kPulledRows;
   const u32 lane = ptx::lane_index(), total = fact(base, kTotalRoutes);
+  Trace trace(p, kTraceDispatch, lane == 0);
   if (total == 0) return;
   if (lane == 0) wait_count(p, Phase::kList, 0, barrier_word(p, epoch, kListed), gridDim.x);
   ptx::syncwarp();
+  trace(Event::kWait);
 
   const Smem buffer = base + (FusedTile::kPulled + lane * kHidden);
   const Smem bar = base + (FusedTile::kPulledBarriers + lane * 8);
@@ -83,6 +86,7 @@ MEGAMOE_DEVICE void dispatch_rows(const Params& p, Smem base, u32 epoch) {
       r = v.z;
     }
     ptx::syncwarp();
+    trace(Event::kRows);
   }
 }
 

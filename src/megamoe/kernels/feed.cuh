@@ -4,6 +4,7 @@
 // four weight scales of the k-block. Weights come as contiguous, already swizzled blocks; tokens through tensor maps.
 #pragma once
 #include "routing.cuh"
+#include "trace.cuh"
 
 namespace megamoe {
 
@@ -16,13 +17,14 @@ struct Maps {
 class Feed {
  public:
   MEGAMOE_DEVICE Feed(const Maps& maps, const Params& p, Smem base, u32 epoch)
-      : maps_(maps), p_(p), base_(base), epoch_(epoch), ring_{0, 1} {}
+      : maps_(maps), p_(p), base_(base), epoch_(epoch), ring_{0, 1}, trace_(p, kTraceLoader, true) {}
 
   MEGAMOE_DEVICE void run() {
     Schedule schedule(base_);
     Tile tile;
     while (schedule.next(tile)) {
       wait_for_tokens(tile);
+      trace_(Event::kWait);
       const u32 blocks = tile.second ? kBlocks2 : kBlocks1;
       const u8* weights = weight_tile(tile, blocks);
       const bool both = tile.column * kWeightRows + 128 < (tile.second ? kHidden : 2 * kIntermediate);
@@ -52,6 +54,7 @@ class Feed {
         token_scales += p_.pool_rows;
         ring_.advance();
       }
+      trace_(Event::kFeed);
     }
   }
 
@@ -91,6 +94,7 @@ class Feed {
   Smem base_;
   u32 epoch_;
   Ring<FusedTile> ring_;
+  Trace trace_;
 };
 
 }  // namespace megamoe

@@ -54,17 +54,19 @@ MEGAMOE_DEVICE void init_fused_barriers(Smem base) {
 
 template <int Tokens>
 MEGAMOE_DEVICE void swap_tile(const Tile& tile, Smem base, u32 warpgroup, u32 lane, Ring<FusedTile>& ring,
-                              Epilogue& epilogue) {
+                              Epilogue& epilogue, Trace& trace) {
   SwapTile<Tokens> t;
   t.accumulate(base, warpgroup, lane, tile.second ? kBlocks2 : kBlocks1, ring);
+  trace(tile.second ? Event::kSecond : Event::kFirst);
   if (tile.second) {
     epilogue.swap_second(t);
   } else {
     epilogue.swap_first(tile, t);
   }
+  trace(Event::kEpilogue);
 }
 
-MEGAMOE_DEVICE void math_role(const Params& p, Smem base, u32 warpgroup) {
+MEGAMOE_DEVICE void math_role(const Params& p, Smem base, u32 warpgroup, Trace& trace) {
   const u32 warp = ptx::warp_index() % 4, lane = ptx::lane_index();
   Schedule schedule(base);
   Epilogue epilogue(p, base, warpgroup, warp, lane);
@@ -78,23 +80,25 @@ MEGAMOE_DEVICE void math_role(const Params& p, Smem base, u32 warpgroup) {
         const auto nothing = [] {};
         math.accumulate_tile(tile.second ? kBlocks2 : kBlocks1, nothing, nothing);
         ring = math.ring;
+        trace(tile.second ? Event::kSecond : Event::kFirst);
         if (tile.second) {
           epilogue.wide_second(math.finals);
         } else {
           epilogue.wide_first(tile, math.finals);
         }
+        trace(Event::kEpilogue);
         continue;
       }
     }
     if constexpr (kSwap) {
       if (tile.rows <= 8) {
-        swap_tile<8>(tile, base, warpgroup, lane, ring, epilogue);
+        swap_tile<8>(tile, base, warpgroup, lane, ring, epilogue, trace);
       } else if (tile.rows <= 16) {
-        swap_tile<16>(tile, base, warpgroup, lane, ring, epilogue);
+        swap_tile<16>(tile, base, warpgroup, lane, ring, epilogue, trace);
       } else if (tile.rows <= 32) {
-        swap_tile<32>(tile, base, warpgroup, lane, ring, epilogue);
+        swap_tile<32>(tile, base, warpgroup, lane, ring, epilogue, trace);
       } else {
-        swap_tile<64>(tile, base, warpgroup, lane, ring, epilogue);
+        swap_tile<64>(tile, base, warpgroup, lane, ring, epilogue, trace);
       }
     }
   }
@@ -106,6 +110,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mega(const __grid_constant__ Maps maps, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) ptx::u8 smem[];
   const Smem base = ptx::shared_address(smem);
+  Trace trace(p, static_cast<TraceRole>(kTraceMath0 + (threadIdx.x >= 256)), threadIdx.x == 128 || threadIdx.x == 256);
+  trace(Event::kStart);
   if (threadIdx.x == 0) {
     init_fused_barriers(base);
     set_fact(base, kEpoch, ptx::ld_relaxed_gpu(workspace::epoch(p)) + 1);
@@ -118,9 +124,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Smem places = base, sources = base + kRanks * kLocalExperts * 4;
   clear_next_bank(p, epoch);
   count_own_routes(p, places, epoch, tokens);
+  trace(Event::kCounted);
   if (blockIdx.x == 0) push_counts(p, base, epoch, tokens);
   lay_out_pool(p, base, places, sources, epoch);
+  trace(Event::kLaidOut);
   list_routes(p, base, places, sources, epoch);
+  trace(Event::kListed);
   ptx::fence_proxy_async_shared();  // the stages are written by the copy engine from here on
   __syncthreads();
 
@@ -144,11 +153,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     ptx::setmaxnreg_inc<kMathRegisters>();
     ptx::role("math");
-    math_role(p, base, warp / 4 - 1);
+    math_role(p, base, warp / 4 - 1, trace);
     bool ok = true;
     if (ptx::lane_index() == 0) ok = wait_for_ranks(p, epoch) && !aborted(p);
     ok = ptx::all(ok);
+    trace(Event::kPeers);
     combine_tokens(p, tokens, blockIdx.x * 8 + warp - 4, gridDim.x * 8, !ok);
+    trace(Event::kCombined);
   }
   __syncthreads();
   if (threadIdx.x == 0) leave(p, epoch);

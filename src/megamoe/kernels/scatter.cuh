@@ -4,13 +4,15 @@
 // lane waits for its own copies; the counters are raised when all lanes' copies have been written.
 #pragma once
 #include "epilogue.cuh"
+#include "trace.cuh"
 
 namespace megamoe {
 
 class Scatter {
  public:
   MEGAMOE_DEVICE Scatter(const Params& p, Smem base, u32 warpgroup, u32 epoch)
-      : p_(p), base_(base), warpgroup_(warpgroup), epoch_(epoch), lane_(ptx::lane_index()), ring_{0, 0} {}
+      : p_(p), base_(base), warpgroup_(warpgroup), epoch_(epoch), lane_(ptx::lane_index()), ring_{0, 0},
+        trace_(p, warpgroup == 0 ? kTraceStore0 : kTraceStore1, ptx::lane_index() == 0) {}
 
   MEGAMOE_DEVICE void run() {
     Schedule schedule(base_);
@@ -21,6 +23,7 @@ class Scatter {
       } else {
         store_intermediate(tile);
       }
+      trace_(Event::kStored);
     }
   }
 
@@ -103,6 +106,7 @@ class Scatter {
   Smem base_;
   u32 warpgroup_, epoch_, lane_;
   StagingRing ring_;
+  Trace trace_;
 };
 
 }  // namespace megamoe
