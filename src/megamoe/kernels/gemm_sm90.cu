@@ -62,7 +62,6 @@ MEGAMOE_DEVICE void run_store(Smem base, u32 cta, u32 warpgroup, const CUtensorM
     const int row = (t.row_block + static_cast<int>(cta)) * kTileRows + static_cast<int>(warpgroup) * kWarpgroupRows;
     storer.store_tile(d, row, t.column * Config::kColumns, static_cast<int>(cta) < t.row_blocks);
   }
-  storer.finish();
 }
 
 MEGAMOE_DEVICE void run_math(Smem base, u32 warpgroup, u32 warp, u32 lane, const GemmParams& p) {

@@ -88,6 +88,7 @@ struct Storer {
         parity(0) {}
 
   // All pieces of one tile at (row, column) of the map, box 64 rows x kPieceColumns; nothing is written unless `valid`.
+  // Their last reads of shared memory are over afterwards; they are in global memory when the kernel has ended.
   MEGAMOE_DEVICE void store_tile(const CUtensorMap* map, int row, int column, bool valid) {
 #pragma unroll 1
     for (int piece = 0; piece < S::kPieces; piece += C::kBuffers) {
@@ -105,8 +106,6 @@ struct Storer {
       parity ^= 1;
     }
   }
-  // Everything stored is in global memory afterwards.
-  MEGAMOE_DEVICE void finish() { ptx::bulk_wait<0>(); }
 };
 
 }  // namespace megamoe
