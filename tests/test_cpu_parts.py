@@ -1,0 +1,174 @@
+"""The CPU engine's parts: decoding e4m3, the dispatch plan, the experts' arithmetic stage by stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_cases import SPEC, make_call, make_weights
+
+import megamoe.cpu.experts as cpu_experts
+from megamoe import MegaMoE, MoESpec, reference
+from megamoe.cpu.decode import HALF_SCALE, e4m3_to_float64, e4m3_to_half_bits, has_nan
+from megamoe.cpu.routing import by_expert, pack_routes, plan_dispatch, unpack_routes
+from megamoe.errors import InputError
+from megamoe.formats.fp8_block import E4M3
+
+EVERY_BYTE = torch.arange(256, dtype=torch.uint8)
+
+
+def test_decode_every_finite_byte() -> None:
+    finite = EVERY_BYTE[(EVERY_BYTE & 0x7F) != 0x7F].view(E4M3)
+    half = e4m3_to_half_bits(finite, torch.empty(254, dtype=torch.int16))
+    assert torch.equal(half.double() * HALF_SCALE, finite.double())
+    assert torch.equal(half.signbit(), finite.float().signbit())  # of zero too
+
+
+def test_decode_every_byte_to_float64() -> None:
+    got, want = e4m3_to_float64(EVERY_BYTE.view(E4M3)), EVERY_BYTE.view(E4M3).double()
+    assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_nan_is_seen(byte: int) -> None:
+    values = torch.zeros(3, 5, dtype=torch.uint8)
+    assert not has_nan(values.view(E4M3))
+    assert not has_nan(values[:0].view(E4M3))
+    values[1, 3] = byte
+    assert has_nan(values.view(E4M3))
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[MoESpec, int, torch.Tensor]:
+    ranks = draw(st.sampled_from([1, 2, 3, 4]))
+    experts = ranks * draw(st.integers(1, 4))
+    topk = draw(st.integers(1, min(experts, 4)))
+    tokens = draw(st.integers(0, 12))
+    spec = MoESpec(hidden=128, intermediate=128, experts=experts, topk=topk)
+    ids = draw(st.lists(st.integers(-1, experts - 1), min_size=tokens * topk, max_size=tokens * topk))
+    return spec, ranks, torch.tensor(ids, dtype=draw(st.sampled_from([torch.int32, torch.int64]))).view(tokens, topk)
+
+
+@settings(max_examples=150, deadline=None)
+@given(routings())
+def test_dispatch_plan_covers_every_route_once(case: tuple[MoESpec, int, torch.Tensor]) -> None:
+    spec, ranks, ids = case
+    weights = torch.rand(ids.shape)
+    plans = plan_dispatch(spec, ranks, ids, weights)
+    local = spec.experts // ranks
+    seen: list[int] = []
+    for rank, plan in enumerate(plans):
+        assert plan.tokens.unique().numel() == plan.tokens.numel()  # a row crosses once
+        assert set(plan.row.tolist()) == set(range(len(plan.tokens)))  # and no row is sent for nothing
+        for row, expert, weight, position in zip(plan.row, plan.expert, plan.weight, plan.position, strict=True):
+            token, slot = divmod(int(position), spec.topk)
+            assert int(ids[token, slot]) == rank * local + int(expert)
+            assert plan.tokens[row] == token
+            assert weight == weights[token, slot]
+        assert plan.position.tolist() == sorted(plan.position.tolist())
+        seen += plan.position.tolist()
+        for got, want in zip(unpack_routes(pack_routes(plan)), (plan.row, plan.expert, plan.weight), strict=True):
+            assert torch.equal(got, want)
+        order, counts = by_expert(plan.expert, local)
+        assert plan.expert[order].tolist() == sorted(plan.expert.tolist())
+        assert counts == [(plan.expert == e).sum() for e in range(local)]
+    assert sorted(seen) == (ids.flatten() >= 0).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("bad", [-2, 8, 2**31 - 1])
+def test_dispatch_plan_names_the_bad_id(bad: int) -> None:
+    ids = torch.zeros(4, 3, dtype=torch.int64)
+    ids[2, 1] = bad
+    with pytest.raises(InputError, match=rf"expert_ids\[2, 1\]: got {bad}"):
+        plan_dispatch(SPEC, 2, ids, torch.ones(4, 3))
+
+
+def test_batches_cover_routes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_experts, "_BATCH_ROUTES", 10)
+    counts = [3, 0, 25, 7, 0, 1]
+    batches = list(cpu_experts._batches(counts))
+    pieces = [piece for batch in batches for piece in batch]
+    assert [begin for _, begin, _ in pieces] == [0] + [end for _, _, end in pieces[:-1]]
+    assert pieces[-1][2] == sum(counts)
+    for expert, count in enumerate(counts):
+        assert sum(end - begin for e, begin, end in pieces if e == expert) == count
+    assert all(sum(end - begin for _, begin, end in batch) <= 10 for batch in batches)
+    assert list(cpu_experts._batches([0, 0])) == []
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_block", "mxfp4", "bf16"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 16, 40, 150])
+def test_experts_agree_with_the_oracle(weight_format: str, tokens: int) -> None:
+    spec = MoESpec(hidden=384, intermediate=256, experts=6, topk=2, clamp=1.5)
+    w = make_weights(spec, weight_format)
+    x, ids, weights = make_call(spec, tokens)
+    with MegaMoE(spec) as layer:
+        layer.load(w)
+        y = layer(x, ids, weights)
+    assert reference.relative_error(y, reference.forward(spec, w, x, ids, weights)) < 8e-3
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_block", "mxfp4"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 33])
+def test_each_product_is_within_the_stage_bounds(weight_format: str, rows: int) -> None:
+    w = make_weights(SPEC, weight_format)
+    x, ids, weights = make_call(SPEC, rows)
+    ids[:] = 5  # every route to one expert: each product has 3 * rows rows
+    stages = reference.forward(SPEC, w, x, ids, weights, return_intermediates=True)
+    experts = cpu_experts.make_experts(SPEC, w)
+    dense = experts._unpack(experts.rows(x, None))
+    gate_up = torch.empty(rows, 2 * SPEC.intermediate)
+    experts._gate_up(5, dense, gate_up)
+    h = experts._activate(gate_up, weights[:, 0].contiguous())
+    assert reference.relative_error(h, stages.h[:, 0]) < 5e-4
+    own = experts._round(h)
+    down = torch.empty(rows, SPEC.hidden, dtype=torch.bfloat16)
+    experts._down(5, own, down)
+    _, w2 = reference.expert_projections(w, 5)
+    q, s = reference.requantize(h)
+    assert reference.relative_error(down, reference.project(w2, q, s)) < 2.5e-3
+
+
+def test_one_expert_in_many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = make_weights(SPEC, "fp8_block")
+    x, ids, weights = make_call(SPEC, 30)
+    ids[:, 0] = 6  # a hot expert
+    with MegaMoE(SPEC) as layer:
+        layer.load(w)
+        monkeypatch.setattr(cpu_experts, "_BATCH_ROUTES", 7)
+        y = layer(x, ids, weights)
+        assert layer.stats.tolist() == [(ids == e).sum() for e in range(SPEC.experts)]
+    assert reference.relative_error(y, reference.forward(SPEC, w, x, ids, weights)) < 8e-3
+
+
+def test_nan_in_a_weight_reaches_only_its_experts_tokens() -> None:
+    w = make_weights(SPEC, "fp8_block")
+    x, ids, weights = make_call(SPEC, 20)
+    w.w13.view(torch.uint8)[3, 17, 100] = 0xFF
+    with MegaMoE(SPEC) as layer:
+        layer.load(w)
+        y = layer(x, ids, weights)
+    expected = reference.forward(SPEC, w, x, ids, weights)
+    hit = (ids == 3).any(1)
+    assert hit.any()
+    assert not hit.all()
+    assert torch.equal(y.isnan().any(1), hit)
+    assert reference.relative_error(y[~hit], expected[~hit]) < 8e-3
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("weight_format", ["fp8_block", "mxfp4", "bf16"])
+def test_nan_in_an_input_reaches_only_its_token(weight_format: str, poison: float) -> None:
+    w = make_weights(SPEC, weight_format)
+    x, ids, weights = make_call(SPEC, 9)
+    ids[:, 1] = 2  # all tokens share an expert, and so a matrix product
+    x[4, 7] = poison
+    expected = reference.forward(SPEC, w, x, ids, weights)
+    with MegaMoE(SPEC) as layer:
+        layer.load(w)
+        y = layer(x, ids, weights)
+    others = torch.arange(9) != 4
+    assert y[others].isfinite().all()
+    assert reference.relative_error(y[others], expected[others]) < 8e-3
+    assert torch.equal(y[4].isnan(), expected[4].isnan())
