@@ -93,6 +93,24 @@ def test_run_without_input_uses_random_rows_and_zero_tokens_are_fine(tiny, capsy
     assert "random" in document["input"]
 
 
+def test_run_quantises_bf16_experts_only_when_asked(tmp_path, capsys):
+    directory = make_checkpoint("qwen3-moe", tmp_path / "qwen3-moe")
+    words = ("run", "--checkpoint", directory, "--layer", 0, "--samples", 1, "--tokens", 4, "--json")
+    assert run_main(*words) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "bf16"
+    # The tiny model's experts are 192 wide, which 128 x 128 blocks cannot hold.
+    assert run_main(*words, "--convert-to", "fp8_block") == 2
+    assert json.loads(capsys.readouterr().out)["given"] == "192"
+
+
+def test_run_converts_fp8_experts_to_bf16(tiny, capsys):
+    assert run_tiny(tiny, "--ranks", 2, "--json", "--convert-to", "bf16") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["format"] == "bf16"
+    # Now the weights are those that Transformers used, and so is the arithmetic.
+    assert document["transformers_error"] < 1e-2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -149,7 +167,7 @@ def _judged(**changes: object) -> Evaluation:
     values = {**right, **changes}
     return judge(
         spec=spec,
-        weights=[weights],
+        weights=weights,
         inputs=Inputs(activations=x, source="test", transformers_output=values["other"]),
         ids=ids,
         route_weights=route_weights,

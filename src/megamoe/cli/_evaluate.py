@@ -103,7 +103,7 @@ class Evaluation:
 def judge(
     *,
     spec: MoESpec,
-    weights: Sequence[ExpertWeights],
+    weights: ExpertWeights,
     inputs: Inputs,
     ids: torch.Tensor,
     route_weights: torch.Tensor,
@@ -115,7 +115,7 @@ def judge(
     """Compare what the ranks returned with the oracle's result for all tokens at once.
 
     Args:
-        weights: every expert of the layer, one piece per rank or in one piece.
+        weights: every expert of the layer.
         ids, route_weights: ``[T, k]`` over all ranks.
         outputs: BF16 ``[M_r, H]`` of each rank, in order.
         received: routes received by each local expert of each rank.
@@ -130,7 +130,7 @@ def judge(
     got = [count for counts in received for count in counts]
     return Evaluation(
         spec=spec,
-        format=weights[0].format,
+        format=weights.format,
         engine=engine,
         source=inputs.source,
         shares=[

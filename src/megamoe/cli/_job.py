@@ -18,6 +18,8 @@ from megamoe.cli._evaluate import Evaluation, judge
 from megamoe.cli._inputs import Inputs, split
 from megamoe.engine import Backend
 from megamoe.hf import Router
+from megamoe.spec import WeightFormat
+from megamoe.weights import ExpertWeights
 
 __all__ = ["Job", "evaluate"]
 
@@ -31,6 +33,7 @@ class Job:
         ranks: must divide the experts.
         backend: engine, as `megamoe.MegaMoE` takes it.
         samples: timed calls.
+        convert_to: format to convert the experts to while reading, or None.
         display: where progress is shown.
 
     Raises:
@@ -38,20 +41,38 @@ class Job:
     """
 
     def __init__(
-        self, directory: Path, layer: int, *, ranks: int, backend: Backend, samples: int, display: Progress
+        self,
+        directory: Path,
+        layer: int,
+        *,
+        ranks: int,
+        backend: Backend,
+        samples: int,
+        display: Progress,
+        convert_to: WeightFormat | None = None,
     ) -> None:
-        self.checkpoint = megamoe.checkpoint(directory, layer=layer)
+        self.checkpoint = megamoe.checkpoint(directory, layer=layer, convert_to=convert_to)
         self.spec = self.checkpoint.spec
-        self.local_experts = self.spec.local_experts(ranks)
+        self.spec.local_experts(ranks)  # refused here, before anything is read
         self.router = Router(directory, layer)
         self.title = f"{directory.name}, layer {layer}"
         self.ranks, self.backend, self.samples, self.display = ranks, backend, samples, display
 
+    def read(self) -> ExpertWeights:
+        """All experts of the layer, with progress."""
+        step = self.display.add_task(f"{self.title}: read experts", total=self.spec.experts)
+
+        def done(count: int, total: int) -> None:
+            self.display.update(step, completed=self.spec.experts * count // max(total, 1))
+
+        return self.checkpoint.read(progress=done)
+
 
 @dataclass(frozen=True)
 class _Ran:
-    """What the ranks returned: one entry for each rank."""
+    """What the ranks returned, one entry for each rank, and the weights of the whole layer for the oracle."""
 
+    weights: ExpertWeights
     outputs: list[torch.Tensor]
     received: list[list[int]]
     samples_ms: list[float]
@@ -78,7 +99,7 @@ def evaluate(job: Job, inputs: Inputs, *, distributed: bool = False) -> Evaluati
     job.display.advance(step)
     evaluation = judge(
         spec=job.spec,
-        weights=[job.checkpoint.read(rank * job.local_experts, job.local_experts) for rank in range(job.ranks)],
+        weights=ran.weights,
         inputs=inputs,
         ids=ids,
         route_weights=route_weights,
@@ -101,13 +122,14 @@ def _most_tokens(arguments: list[_Arguments]) -> int:
 def _run_here(job: Job, arguments: list[_Arguments]) -> _Ran:
     xs, ids, weights = (list(column) for column in zip(*arguments, strict=True))
     bound = _most_tokens(arguments)
+    layer_weights = job.read()
     with megamoe.local_group(job.spec, ranks=job.ranks, max_tokens=bound, backend=job.backend) as group:
-        group.load(job.checkpoint)
+        group.load(layer_weights)
         samples_ms = _time(lambda: group(xs, ids, weights), job.samples)
         group.clear_stats()
         outputs = group(xs, ids, weights)
         received = [member.stats.tolist() for member in group]
-        return _Ran([y.cpu() for y in outputs], received, samples_ms, group.engine)
+        return _Ran(layer_weights, [y.cpu() for y in outputs], received, samples_ms, group.engine)
 
 
 def _run_distributed(job: Job, arguments: list[_Arguments]) -> _Ran | None:
@@ -129,7 +151,7 @@ def _run_distributed(job: Job, arguments: list[_Arguments]) -> _Ran | None:
         if gathered is None:
             return None
         outputs, received, times, engines = (list(column) for column in zip(*gathered, strict=True))
-        return _Ran(outputs, received, [max(ranks) for ranks in zip(*times, strict=True)], engines[0])
+        return _Ran(job.read(), outputs, received, [max(ranks) for ranks in zip(*times, strict=True)], engines[0])
     finally:
         dist.destroy_process_group()
 

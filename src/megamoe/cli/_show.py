@@ -95,7 +95,8 @@ def figure(evaluation: Evaluation, title: str) -> Figure:
     left.axhline(evaluation.limit, color="black", linewidth=1, linestyle="--")
     left.annotate("limit, all tokens", (0, evaluation.limit), xytext=(2, 3), textcoords="offset points", fontsize=8)
     left.set(xlabel="token", ylabel="relative error against the oracle", ylim=(0, None))
-    left.set_title(f"all tokens: {evaluation.error:.1e}", fontsize=9)
+    equal = sum(error == 0 for error in evaluation.token_errors)
+    left.set_title(f"all tokens: {evaluation.error:.1e}; {equal} of {evaluation.tokens} equal to the bit", fontsize=9)
     first = 0
     for share in evaluation.shares:
         count = len(share.routes)

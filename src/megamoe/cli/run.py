@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from megamoe.errors import InputError
+from megamoe.spec import WeightFormat
 
 if TYPE_CHECKING:
     from megamoe.cli._evaluate import Evaluation
@@ -30,6 +31,9 @@ def command(
         int | None, typer.Option(min=0, help="Tokens on each rank. Default: all rows of the input, or 64 random ones.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the output, BF16 [T, H], to this safetensors file.")] = None,
+    convert_to: Annotated[
+        WeightFormat | None, typer.Option(help="Convert the experts while reading. Default: as they are stored.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="Engine: auto, cpu or cuda.")] = "auto",
     samples: Annotated[int, typer.Option(min=1, help="Timed calls.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
@@ -51,7 +55,15 @@ def command(
     writable("plot", plot, PICTURES)
     first = int(os.environ.get("RANK", 0)) == 0
     with progress(quiet=as_json or not first) as display:
-        job = Job(checkpoint, layer, ranks=count, backend=cast("Backend", backend), samples=samples, display=display)
+        job = Job(
+            checkpoint,
+            layer,
+            ranks=count,
+            backend=cast("Backend", backend),
+            samples=samples,
+            display=display,
+            convert_to=convert_to,
+        )
         hidden = job.spec.hidden
         if input is None:
             rows = random_inputs(count * (64 if tokens is None else tokens), hidden)
