@@ -23,7 +23,7 @@ from megamoe.bench.models import MODELS
 from megamoe.cuda.staging import PLANS, Stager, StagingPlan, select_plan
 from megamoe.spec import BLOCK, ScaleFormat
 
-__all__ = ["PROTOCOL", "TOKENS", "measure"]
+__all__ = ["PROTOCOL", "TOKENS", "launch_cost", "measure", "table"]
 
 TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PROTOCOL: Final = (
@@ -205,6 +205,23 @@ def _line(hidden: int, tokens: int, rows: Sequence[results.Row]) -> str:
     return f"H{hidden} M{tokens}: " + " ".join(parts)
 
 
+def table(document: dict[str, Any], tokens: Sequence[int] = (1, 32, 128, 512, 2048, 8192)) -> str:
+    """Markdown of a result file: microseconds of the automatic plan (float32 scales / ue8m0 scales / copy)."""
+    found = {
+        (r["hidden"], r["tokens"], r["protocol"], r.get("format", "copy")): r["kernel_us"]["median"]
+        for r in document["rows"]
+        if "protocol" in r and "variant" not in r and (r["engine"] == "copy" or r["plan"].startswith("auto:"))
+    }
+    widths = sorted({h for h, *_ in found})
+    lines = ["| M | protocol | " + " | ".join(f"H={h}" for h in widths) + " |", "|---|---|" + "---|" * len(widths)]
+    for m, protocol in [*((m, "sustained") for m in tokens), (max(tokens), "paced")]:
+        cells = [
+            " / ".join(f"{found[h, m, protocol, kind]:.2f}" for kind in ("float32", "ue8m0", "copy")) for h in widths
+        ]
+        lines.append(f"| {m} | {protocol} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: measure, print one line a shape, merge into the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -212,8 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 7168, 2048, 6144])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--seconds", type=float, default=120.0, help="start no shape after this long")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing: print the table of a result file")
     parser.add_argument("--commit", help="of the source, where there is no git")
     chosen = parser.parse_args(arguments)
+    if chosen.table is not None:
+        print(table(results.load(chosen.table)), end="")
+        return
     known = facts("staging", device="cuda:0", gpus=1, protocol=PROTOCOL)
     if chosen.commit:
         known["commit"] = chosen.commit
