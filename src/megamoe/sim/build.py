@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -54,6 +55,8 @@ _KERNEL: Final = (
     "-fno-ipa-icf",
     "-w",
 )
+_ENTRY: Final = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+)\s*\(')
+
 _PLAIN: Final = ("-O2",)
 _CHECKED: Final = ("-O1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
 
@@ -170,7 +173,7 @@ def worker() -> Path:
 
 
 def library(kernel: Kernel, *, checked: bool) -> Path:
-    """The library of one kernel configuration, built on first use.
+    """The library of one kernel file in one configuration, with all of its kernels, built on first use.
 
     Raises:
         EngineError: this machine cannot run the simulator.
@@ -180,7 +183,7 @@ def library(kernel: Kernel, *, checked: bool) -> Path:
     dirs = (KERNELS, HERE, *include_dirs()[1:])
     flags = (*_COMMON, *_KERNEL, *(_CHECKED if checked else _PLAIN))
     header = config_header(dict(kernel.config))
-    key = _digest(source_digest(kernel.path, dirs), header, kernel.entry, *flags)
+    key = _digest(source_digest(kernel.path, dirs), header, *flags)
     name = f"{kernel.path.stem}-{'checked' if checked else 'plain'}-{key}"
 
     def compile_library(target: Path) -> None:
@@ -188,7 +191,8 @@ def library(kernel: Kernel, *, checked: bool) -> Path:
             here = Path(scratch)
             (here / CONFIG_HEADER).write_text(header)
             unit = here / "unit.cpp"
-            unit.write_text(f'#include "{kernel.path}"\nMEGAMOE_SIM_KERNEL({kernel.entry})\n')
+            entries = "".join(f"MEGAMOE_SIM_KERNEL({name})\n" for name in _ENTRY.findall(kernel.path.read_text()))
+            unit.write_text(f'#include "{kernel.path}"\n{entries}')
             includes = [f"-I{d}" for d in (here, *dirs)]
             compiled = here / "unit.o"
             _run(["g++", *flags, *includes, "-c", str(unit), "-o", str(compiled)], kernel.path.name)

@@ -152,7 +152,9 @@ class SimDriver:
             arguments = [None] * p.rank + [p.arguments]
             config = p.config
             launches.append(
-                Launch(p.kernel, p.grid, config.threads, arguments, cluster=config.cluster, shared=config.dynamic_shared)
+                Launch(
+                    p.kernel, p.grid, config.threads, arguments, cluster=config.cluster, shared=config.dynamic_shared
+                )
             )
         self._pending.clear()
         return launches

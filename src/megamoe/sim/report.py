@@ -32,7 +32,7 @@ class Report:
         seed, checked: how it was run.
         findings: what is wrong; empty when the run is clean.
         waiting: for a deadlock or livelock, who waits for what, one line for each group of threads.
-        seconds: time of the run itself.
+        seconds, cpu_seconds: time of the run itself, and of the processor in it.
         counters: threads, steps, switches, products (WGMMA), events (copies and products), syncs.
     """
 
@@ -41,6 +41,7 @@ class Report:
     findings: tuple[Finding, ...] = ()
     waiting: tuple[str, ...] = ()
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     sites: tuple[tuple[str, int, int], ...] = ()
 

@@ -273,6 +273,7 @@ class Simulation:
             findings=tuple(findings),
             waiting=tuple(resolve(text, w.libraries) for text in answer.get("waiting", [])),
             seconds=answer.get("seconds", 0.0),
+            cpu_seconds=answer.get("cpu_seconds", 0.0),
             counters=counters,
             sites=tuple((kind, site, count) for kind, site, count in answer.get("sites", [])),
         )

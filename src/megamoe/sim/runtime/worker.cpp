@@ -30,11 +30,11 @@ using Sizes = const u32* (*)(u32*);
 std::vector<void*> handles;
 Options options;
 std::vector<Launch> launches;
-double started;
+double started, started_cpu;
 
-double now() {
+double now(clockid_t clock) {
   timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
+  clock_gettime(clock, &t);
   return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
 }
 
@@ -63,8 +63,8 @@ void answer() {
     first = false;
   }
   const Counters& c = machine.counters;
-  out += format("],\"seconds\":%.6f,\"threads\":%zu,\"steps\":%llu,\"switches\":%llu,\"products\":%llu,\"events\":%llu,\"syncs\":%llu}\n",
-                now() - started, machine.fibers.size(), c.steps, c.switches, c.products, c.events, c.syncs);
+  out += format("],\"seconds\":%.6f,\"cpu_seconds\":%.6f,\"threads\":%zu,\"steps\":%llu,\"switches\":%llu,\"products\":%llu,\"events\":%llu,\"syncs\":%llu}\n",
+                now(CLOCK_MONOTONIC) - started, now(CLOCK_PROCESS_CPUTIME_ID) - started_cpu, machine.fibers.size(), c.steps, c.switches, c.products, c.events, c.syncs);
   size_t done = 0;
   while (done < out.size()) {
     const ssize_t n = write(STDOUT_FILENO, out.data() + done, out.size() - done);
@@ -136,7 +136,7 @@ void load_module(const std::string& path) {
 void* symbol(size_t module, const std::string& name) {
   if (module >= handles.size()) refuse("no such module");
   void* p = dlsym(handles[module], name.c_str());
-  if (!p) refuse("no kernel of that name: " + name);
+  if (!p) refuse("no such kernel in the library: " + name);
   return p;
 }
 
@@ -203,7 +203,8 @@ void answer_sizes(std::istringstream& words) {
 }
 
 void run_job() {
-  started = now();
+  started = now(CLOCK_MONOTONIC);
+  started_cpu = now(CLOCK_PROCESS_CPUTIME_ID);
   std::sort(options.mutated.begin(), options.mutated.end());
   run(launches, options);
   answer();
