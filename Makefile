@@ -20,6 +20,7 @@ types: $(STAMP)
 	$(PY) -m mypy
 
 $(STAMP): requirements/dev.txt pyproject.toml
+	@echo 'Setting up $(VENV) from requirements/dev.txt: once, a few minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -r requirements/dev.txt
 	$(PY) -m pip install -q --no-deps --no-build-isolation -e .
