@@ -157,13 +157,12 @@ def test_plans_are_ordered() -> None:
 
 
 def test_host_and_device_agree_on_the_arguments(tmp_path: Path) -> None:
-    fields = staging._Arguments._fields_
-    # __INTADDR__ is offsetof in the front end that NVRTC uses.
-    checks = [
-        f"static_assert(__INTADDR__(&(((StagingArguments*)0)->{name})) == {getattr(staging._Arguments, name).offset} && "
-        f'sizeof(StagingArguments::{name}) == {ctypes.sizeof(kind)}, "{name}");'
-        for name, kind in fields
-    ]
+    checks = []
+    for name, kind in staging._Arguments._fields_:
+        at = getattr(staging._Arguments, name).offset
+        # __INTADDR__ is offsetof in the front end that NVRTC uses.
+        checks.append(f'static_assert(__INTADDR__(&(((StagingArguments*)0)->{name})) == {at}, "{name}");')
+        checks.append(f'static_assert(sizeof(StagingArguments::{name}) == {ctypes.sizeof(kind)}, "{name}");')
     checks.append(f'static_assert(sizeof(StagingArguments) == {ctypes.sizeof(staging._Arguments)}, "size");')
     path = tmp_path / "layout.cu"
     path.write_text(f'#include "{KERNELS / "staging.cu"}"\n' + "\n".join(checks))
