@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -324,6 +325,19 @@ def test_run_under_torchrun_is_one_report_of_all_ranks(tiny):
     assert document["agrees"]
     assert [share["tokens"] for share in document["ranks"]] == [30, 31]
     assert sum(sum(share["routes"]) for share in document["ranks"]) == TOKENS * 4
+
+
+def test_readme_code_runs_as_printed(tiny):
+    text = (EXAMPLES.parent / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code = "\n".join(blocks).replace('"path/to/model", layer=3', f"{str(tiny[0])!r}, layer={LAYER}")
+    assert str(tiny[0]) in code
+    seen = load_file(tiny[1])
+    whole = (seen["activations"], seen["expert_ids"], seen["expert_weights"])
+    names = dict(zip(("x", "expert_ids", "expert_weights"), whole, strict=True), group=None)
+    names.update(zip(("xs", "ids", "weights"), ([t[:0], t[:20], t[20:], t[:1]] for t in whole), strict=True))
+    exec(code, names)
+    assert reference.relative_error(torch.cat(names["ys"][:3]), names["y"]) <= LIMIT
 
 
 def test_torchrun_example_can_be_pasted(tiny):
