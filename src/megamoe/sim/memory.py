@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -106,6 +107,12 @@ class Arena:
     def path(self) -> str:
         """The arena as a file that the worker can open."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def dump(self, path: Path) -> int:
+        """Write the memory in use, arguments included, to a file; its size in bytes."""
+        size = -(-(self._used + _RED_ZONE) // 4096) * 4096
+        path.write_bytes(ctypes.string_at(self.base, size))
+        return size
 
     def close(self) -> None:
         """Unmap it; the tensors in it must not be used afterwards."""

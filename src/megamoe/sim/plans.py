@@ -19,7 +19,7 @@ from megamoe.sim.simulation import Expiry, Launch, Mutation, Simulation
 
 __all__ = ["MODULES", "Prepared", "Runner", "SimPlan", "find", "plans"]
 
-MODULES: Final = ("megamoe.sim.selftest",)
+MODULES: Final = ("megamoe.sim.selftest", "megamoe.sim.gemm")
 """Modules with plans; each has a function ``simulated() -> Iterable[SimPlan]``."""
 
 

@@ -69,20 +69,26 @@ def _raw(argument: Argument) -> bytes:
     return bytes(argument)
 
 
-class _Worker:
-    """The worker process; it keeps its libraries between runs."""
+def _options(
+    seed: int, checked: bool, expiry: Expiry, mutation: Mutation | None, record_sites: bool, step_limit: int | None
+) -> list[str]:
+    lines = [f"option seed {seed}", f"option checked {int(checked)}", f"option expiry {expiry}"]
+    if step_limit is not None:
+        lines.append(f"option step_limit {step_limit}")
+    if record_sites:
+        lines.append("option record_sites 1")
+    if mutation is not None:
+        lines.append(f"option mutation {mutation.kind}")
+        lines += [f"option mutated {site}" for site in mutation.sites]
+    return lines
 
-    def __init__(self, arena: Arena) -> None:
-        tunables = f"glibc.rtld.optional_static_tls={_STATIC_TLS}"
-        self.process = subprocess.Popen(
-            [str(worker())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "GLIBC_TUNABLES": tunables},
-        )
+
+class _Recorder:
+    """Collects the lines of a job instead of sending them."""
+
+    def __init__(self) -> None:
         self.libraries: list[Path] = []
         self.lines: list[str] = []
-        self.send(f"arena {arena.path} {arena.base} {arena.nbytes}")
 
     def send(self, line: str) -> None:
         self.lines.append(line)
@@ -92,6 +98,21 @@ class _Worker:
             self.libraries.append(path)
             self.send(f"module {path}")
         return self.libraries.index(path)
+
+
+class _Worker(_Recorder):
+    """The worker process; it keeps its libraries between runs."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        tunables = f"glibc.rtld.optional_static_tls={_STATIC_TLS}"
+        self.process = subprocess.Popen(
+            [str(worker())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "GLIBC_TUNABLES": tunables},
+        )
+        self.send(f"arena {arena.path} {arena.base} {arena.nbytes} shared")
 
     def ask(self, line: str, timeout: float) -> dict[str, Any]:
         """Send everything up to `line`; the answer. A worker that dies or hangs gives {"died": reason}."""
@@ -147,6 +168,7 @@ class Simulation:
     def __init__(self, nbytes: int = 256 << 20) -> None:
         self.arena = Arena(nbytes)
         self._worker: _Worker | None = None
+        self._sizes: dict[Kernel, list[int]] = {}
 
     def __enter__(self) -> Simulation:
         return self
@@ -169,11 +191,14 @@ class Simulation:
         """A new buffer in global memory; see `Arena.buffer`."""
         return self.arena.buffer(label, value, dtype, **how)
 
-    def parameter_sizes(self, kernel: Kernel) -> list[int]:
-        """Sizes in bytes of the kernel's parameters."""
-        w = self._ready()
-        module = w.module(library(kernel, checked=False))
-        sizes: list[int] = w.ask(f"sizes {module} {kernel.entry}", 60.0)["sizes"]
+    def parameter_sizes(self, kernel: Kernel, *, checked: bool = False) -> list[int]:
+        """Sizes in bytes of the kernel's parameters, from the plain or the checked build."""
+        sizes = self._sizes.get(kernel)
+        if sizes is None:
+            w = self._ready()
+            module = w.module(library(kernel, checked=checked))
+            sizes = w.ask(f"sizes {module} {kernel.entry}", 60.0)["sizes"]
+            self._sizes[kernel] = sizes
         return sizes
 
     def _ready(self) -> _Worker:
@@ -183,7 +208,7 @@ class Simulation:
             self._worker = _Worker(self.arena)
         return self._worker
 
-    def _describe(self, w: _Worker, launches: Sequence[Launch], checked: bool) -> None:
+    def _describe(self, w: _Recorder, launches: Sequence[Launch], checked: bool) -> None:
         for b in self.arena.buffers:
             w.send(f"buffer {b.rank} {b.address} {b.nbytes} {int(b.peers)} {int(b.read_only)} {b.label}")
         entries = [
@@ -198,7 +223,7 @@ class Simulation:
             if grid[0] % launch.cluster:
                 raise EngineError("grid", grid, f"a multiple of the cluster size {launch.cluster}", "Check the plan.")
             module = w.module(library(launch.kernel, checked=checked))
-            sizes = w.ask(f"sizes {module} {launch.kernel.entry}", 60.0)["sizes"]
+            sizes = self.parameter_sizes(launch.kernel, checked=checked)
             if sizes != [len(data) for data in raw]:
                 raise EngineError(
                     f"arguments of {launch.kernel.entry}",
@@ -250,17 +275,8 @@ class Simulation:
         """
         w = self._ready()
         self._describe(w, launches, checked)
-        w.send(f"option seed {seed}")
-        w.send(f"option checked {int(checked)}")
-        w.send(f"option expiry {expiry}")
-        if step_limit is not None:
-            w.send(f"option step_limit {step_limit}")
-        if record_sites:
-            w.send("option record_sites 1")
-        if mutation is not None:
-            w.send(f"option mutation {mutation.kind}")
-            for site in mutation.sites:
-                w.send(f"option mutated {site}")
+        for line in _options(seed, checked, expiry, mutation, record_sites, step_limit):
+            w.send(line)
         answer = w.ask("run", timeout)
         findings = [Finding(kind, resolve(text, w.libraries)) for kind, text in answer.get("findings", [])]
         if "died" in answer:
@@ -277,6 +293,24 @@ class Simulation:
             counters=counters,
             sites=tuple((kind, site, count) for kind, site, count in answer.get("sites", [])),
         )
+
+    def dump(
+        self, directory: Path, launches: Sequence[Launch], *, seed: int, checked: bool, expiry: Expiry
+    ) -> list[str]:
+        """Write a run as files that the worker program replays by itself, for a debugger.
+
+        Returns:
+            The command line; it reads ``job.txt`` on stdin.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        recorder = _Recorder()
+        self._describe(recorder, launches, checked)
+        memory = directory / "arena.bin"
+        size = self.arena.dump(memory)
+        lines = [f"arena {memory.resolve()} {self.arena.base} {size} private", *recorder.lines]
+        lines += [*_options(seed, checked, expiry, None, False, None), "option watchdog 0", "run"]
+        (directory / "job.txt").write_text("\n".join(lines) + "\n")
+        return [str(worker())]
 
     def seeds(self, launches: Sequence[Launch], seeds: Sequence[int], **how: Any) -> Iterator[Report]:
         """`run` for each seed, each time from the memory as it was at the first."""

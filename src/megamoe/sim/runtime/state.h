@@ -92,7 +92,8 @@ struct Warp {
 // An accumulator tile in flight: the products of one chain of wgmma on the same registers.
 struct Tile {
   u32 columns;
-  std::vector<float> values;  // [64][columns]
+  std::vector<float> values;     // [64][columns]
+  std::vector<float> fragments;  // [thread][register], once the chain is complete
 };
 struct Product {
   const u8* a = nullptr;  // null: A from registers

@@ -53,6 +53,19 @@ void fragment(u32 t, u32 i, u32& row, u32& column) {
   column = (i >> 2) * 8 + t % 4 * 2 + (i & 1);
 }
 
+// The whole tile at once, so that each thread then reads its registers in one piece.
+void scatter(Tile& tile) {
+  const u32 registers = tile.columns / 2;
+  tile.fragments.resize(kWarpgroup * registers);
+  for (u32 t = 0; t < kWarpgroup; ++t) {
+    for (u32 i = 0; i < registers; ++i) {
+      u32 row, column;
+      fragment(t, i, row, column);
+      tile.fragments[t * registers + i] = tile.values[row * tile.columns + column];
+    }
+  }
+}
+
 u64 checksum(const float* acc, u32 registers) {
   u64 h = 1469598103934665603ull;
   for (u32 i = 0; i < registers; ++i) {
@@ -225,18 +238,17 @@ void wgmma_wait(u32 pending, const float* acc) {
         ++k;
         continue;
       }
-      const u32 columns = l.tile->columns;
-      for (u32 i = 0; i < columns / 2; ++i) {
+      const u32 registers = l.tile->columns / 2;
+      for (u32 i = 0; i < registers; ++i) {
         u32 bits;
         std::memcpy(&bits, &l.acc[i], 4);
-        if (bits != kPoison) {
-          report(site_of(f->pc) * 31ull + 6, "misuse", format("accumulator written while wgmma was in flight (register %u), wait %s by %s", i,
-                                                              at(f->pc).c_str(), thread_name(f).c_str()));
-        }
-        u32 row, column;
-        fragment(f->thread.x % kWarpgroup, i, row, column);
-        l.acc[i] = l.tile->values[row * columns + column];
+        if (bits == kPoison) continue;
+        report(site_of(f->pc) * 31ull + 6, "misuse", format("accumulator written while wgmma was in flight (register %u), wait %s by %s",
+                                                            i, at(f->pc).c_str(), thread_name(f).c_str()));
+        break;
       }
+      if (l.tile->fragments.empty()) scatter(*l.tile);
+      std::memcpy(l.acc, &l.tile->fragments[f->thread.x % kWarpgroup * registers], registers * sizeof(float));
       f->in_flight[k] = std::move(f->in_flight.back());
       f->in_flight.pop_back();
     }

@@ -1,6 +1,6 @@
 // The worker process: reads a job as lines of words, runs it, answers with one line of JSON.
 //
-//   arena PATH BASE BYTES          map the file of global memory
+//   arena PATH BASE BYTES KIND     map the file of global memory; KIND private leaves the file as it is
 //   module PATH                    load a kernel library
 //   option NAME VALUE              of the next run, see set_option
 //   buffer RANK BEGIN BYTES PEERS READONLY LABEL
@@ -140,11 +140,11 @@ void* symbol(size_t module, const std::string& name) {
   return p;
 }
 
-void map_arena(const std::string& path, u64 base, u64 bytes) {
+void map_arena(const std::string& path, u64 base, u64 bytes, bool keep_file) {
   const int file = open(path.c_str(), O_RDWR);
   if (file < 0) refuse("cannot open the arena");
   if (arena_begin) munmap(arena_begin, arena_bytes);
-  void* p = mmap(reinterpret_cast<void*>(base), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED_NOREPLACE, file, 0);
+  void* p = mmap(reinterpret_cast<void*>(base), bytes, PROT_READ | PROT_WRITE, (keep_file ? MAP_PRIVATE : MAP_SHARED) | MAP_FIXED_NOREPLACE, file, 0);
   close(file);
   if (p != reinterpret_cast<void*>(base)) refuse("the arena's address is taken");
   arena_begin = static_cast<u8*>(p);
@@ -235,10 +235,10 @@ int main() {
     words >> verb;
     if (verb.empty() || verb[0] == '#') continue;
     if (verb == "arena") {
-      std::string path;
+      std::string path, kind;
       sim::u64 base = 0, bytes = 0;
-      words >> path >> base >> bytes;
-      sim::map_arena(path, base, bytes);
+      words >> path >> base >> bytes >> kind;
+      sim::map_arena(path, base, bytes, kind == "private");
     } else if (verb == "module") {
       std::string path;
       words >> path;

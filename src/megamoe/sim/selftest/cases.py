@@ -173,7 +173,7 @@ def gemm(
 
 @functools.lru_cache(maxsize=1)
 def _moe_inputs() -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
-    """Inputs of both ranks and the result by the contract's arithmetic in float64 (scales of the intermediate per 64)."""
+    """Inputs of both ranks, and their outputs in float64 with the intermediate rounded to e4m3."""
     h, i, experts, tokens, topk = 512, 256, 8, 40, 2
     local = experts // 2
     g = torch.Generator().manual_seed(1)
