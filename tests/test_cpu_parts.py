@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import SPEC, make_call, make_weights
 
 import megamoe.cpu.experts as cpu_experts
 from megamoe import MegaMoE, MoESpec, reference
@@ -14,6 +13,7 @@ from megamoe.cpu.decode import HALF_SCALE, e4m3_to_float64, e4m3_to_half_bits, h
 from megamoe.cpu.routing import by_expert, pack_routes, plan_dispatch, unpack_routes
 from megamoe.errors import InputError
 from megamoe.formats.fp8_block import E4M3
+from moe_cases import SPEC, make_call, make_weights
 
 EVERY_BYTE = torch.arange(256, dtype=torch.uint8)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import SPEC, make_call, make_weights, part
 
 from megamoe import ExpertWeights, MoESpec, reference
 from megamoe.errors import InputError, WeightError
 from megamoe.formats import fp8_block, mxfp4
+from moe_cases import SPEC, make_call, make_weights, part
 
 
 def round_float32(value: Fraction) -> float:

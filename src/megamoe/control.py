@@ -10,6 +10,7 @@ A group of one rank needs none of this; `Control(None)` is that case.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -94,7 +95,8 @@ class Control:
         try:
             yield
         except RuntimeError as error:
-            text = str(error).splitlines()[0][:_TEXT]
+            # "[.../pair.cc:553] Connection closed by peer [ip]:port. This is ...": without source position and advice.
+            text = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).partition(". ")[0][:_TEXT]
             self._broken = phase
             if "imed out" in text or "imeout" in text:
                 raise DeadlineError(
