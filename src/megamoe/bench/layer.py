@@ -93,10 +93,16 @@ def _measure(request: Request, spec: MoESpec, experts: ExpertWeights, group: Loc
     ids, weights = torch.from_numpy(numpy_ids), torch.from_numpy(numpy_weights)
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(ranks, tokens, spec.hidden, generator=generator).bfloat16()
-    arguments = (list(x), list(ids), list(weights))
-    times = alternate({"megamoe": lambda: group(*arguments)}, samples=request.samples, seconds=request.seconds)[
-        "megamoe"
+    placed = [
+        [part.to(member.device) for member, part in zip(group, whole, strict=True)] for whole in (x, ids, weights)
     ]
+
+    def call() -> list[torch.Tensor]:
+        ys = group(*placed)
+        group.check()  # waits for the device
+        return ys
+
+    times = alternate({"megamoe": call}, samples=request.samples, seconds=request.seconds)["megamoe"]
     routes = ranks * tokens * spec.topk
     row: Row = {
         "hidden": spec.hidden,
@@ -116,5 +122,5 @@ def _measure(request: Request, spec: MoESpec, experts: ExpertWeights, group: Loc
     if request.check:
         oracle = reference.forward(spec, experts, x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1))
         assert isinstance(oracle, torch.Tensor)
-        row["error"] = reference.relative_error(torch.cat(group(*arguments)), oracle)
+        row["error"] = reference.relative_error(torch.cat([y.cpu() for y in call()]), oracle)
     return row

@@ -119,15 +119,27 @@ def _most_tokens(arguments: list[_Arguments]) -> int:
     return max(1, *(x.shape[0] for x, _, _ in arguments))
 
 
+def _to(device: torch.device, share: _Arguments) -> _Arguments:
+    x, ids, weights = (tensor.to(device) for tensor in share)
+    return x, ids, weights
+
+
 def _run_here(job: Job, arguments: list[_Arguments]) -> _Ran:
-    xs, ids, weights = (list(column) for column in zip(*arguments, strict=True))
     bound = _most_tokens(arguments)
     layer_weights = job.read()
     with megamoe.local_group(job.spec, ranks=job.ranks, max_tokens=bound, backend=job.backend) as group:
         group.load(layer_weights)
-        samples_ms = _time(lambda: group(xs, ids, weights), job.samples)
+        placed = [_to(member.device, share) for member, share in zip(group, arguments, strict=True)]
+        xs, ids, weights = (list(column) for column in zip(*placed, strict=True))
+
+        def call() -> list[torch.Tensor]:
+            ys = group(xs, ids, weights)
+            group.check()  # waits for the device
+            return ys
+
+        samples_ms = _time(call, job.samples)
         group.clear_stats()
-        outputs = group(xs, ids, weights)
+        outputs = call()
         received = [member.stats.tolist() for member in group]
         return _Ran(layer_weights, [y.cpu() for y in outputs], received, samples_ms, group.engine)
 
@@ -142,9 +154,16 @@ def _run_distributed(job: Job, arguments: list[_Arguments]) -> _Ran | None:
         rank, bound = dist.get_rank(), _most_tokens(arguments)
         with megamoe.MegaMoE(job.spec, dist.group.WORLD, max_tokens=bound, backend=job.backend) as layer:
             layer.load(job.checkpoint)
-            samples_ms = _time(lambda: layer(*arguments[rank]), job.samples, dist.barrier)
+            mine_in = _to(layer.device, arguments[rank])
+
+            def call() -> torch.Tensor:
+                result = layer(*mine_in)
+                layer.check()
+                return result
+
+            samples_ms = _time(call, job.samples, dist.barrier)
             layer.clear_stats()
-            y = layer(*arguments[rank])
+            y = call()
             mine = (y.cpu(), layer.stats.tolist(), samples_ms, layer.engine)
         gathered: list[Any] | None = [None] * job.ranks if rank == 0 else None
         dist.gather_object(mine, gathered)
