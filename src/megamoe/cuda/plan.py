@@ -29,6 +29,8 @@ STAGING_BYTES: Final = 64 * (256 + 16)
 """One staging buffer of a math warpgroup: 64 rows of 256 bytes, 16 bytes of padding each."""
 
 FACT_WORDS: Final = 5
+QUEUE_SLOTS: Final = 4
+QUEUE_SLOT_BYTES: Final = 32
 PULL_ALIGNMENT: Final = 128
 
 
@@ -46,6 +48,7 @@ class SharedLayout:
     tile_scales: int
     amax: int
     tables: int
+    queue: int
     barriers: int
     total: int
 
@@ -97,9 +100,10 @@ class Plan:
         tile_scales = row_scales + self.stages * self.tile_tokens * 4
         amax = tile_scales + self.stages * 16
         tables = amax + (2 * 8 * SWAP_TOKENS * 4 if self.swap else 0)
-        barriers = _up(tables + sizes.local_experts * 12 + FACT_WORDS * 4, 16)
-        total = barriers + (2 * self.stages + 4 * self.staging_buffers + self.pulled_rows) * 8
-        return SharedLayout(staging, pulled, row_scales, tile_scales, amax, tables, barriers, total)
+        queue = _up(tables + sizes.local_experts * 12 + FACT_WORDS * 4, 16)
+        barriers = queue + QUEUE_SLOTS * QUEUE_SLOT_BYTES
+        total = barriers + (2 * self.stages + 4 * self.staging_buffers + self.pulled_rows + 2 * QUEUE_SLOTS) * 8
+        return SharedLayout(staging, pulled, row_scales, tile_scales, amax, tables, queue, barriers, total)
 
     def check(self, sizes: Sizes) -> None:
         """Prove that the plan can run this layer.
@@ -129,6 +133,10 @@ class Plan:
             raise EngineError("topk", sizes.topk, f"1 to {MAX_TOPK}", "")
         if not 2 <= self.stages <= 8 or self.staging_buffers not in (1, 2) or not 1 <= self.pulled_rows <= 8:
             raise EngineError("plan", repr(self), "2 to 8 stages, 1 or 2 staging buffers, 1 to 8 rows in flight", "")
+        if self.pulled_rows * sizes.topk > 32:
+            raise EngineError(
+                "plan.pulled_rows", self.pulled_rows, f"at most {32 // sizes.topk} with top-{sizes.topk}", "Use fewer."
+            )
         if self.wave_experts is not None and self.wave_experts < 1:
             raise EngineError("plan.wave_experts", self.wave_experts, "None or at least 1", "")
         if self.lag < 0:
@@ -178,6 +186,8 @@ class Plan:
             "kTileScalesOffset": layout.tile_scales,
             "kAmaxOffset": layout.amax,
             "kTablesOffset": layout.tables,
+            "kQueueOffset": layout.queue,
+            "kQueueSlots": QUEUE_SLOTS,
             "kBarriersOffset": layout.barriers,
             "kSharedBytes": layout.total,
         }

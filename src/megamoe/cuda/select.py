@@ -19,7 +19,7 @@ def _fit(plan: Plan, sizes: Sizes, **changes: tuple[int, ...]) -> Plan:
     names = list(changes)
     for values in product(*changes.values()):
         candidate = replace(plan, **dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
-        if candidate.shared(sizes).total <= SHARED_LIMIT:
+        if candidate.shared(sizes).total <= SHARED_LIMIT and candidate.pulled_rows * sizes.topk <= 32:
             return candidate
     return plan
 
@@ -29,8 +29,8 @@ def select_plan(sizes: Sizes, bound: int) -> Plan:
     routes = bound * sizes.topk * sizes.ranks / sizes.experts
     if routes <= MAX_SWAP_TOKENS_PER_EXPERT:
         plan = Plan(wide=False, swap=True)
-        return _fit(plan, sizes, stages=(4, 3, 2), pulled_rows=(2, 1), staging_buffers=(1,))
+        return _fit(plan, sizes, stages=(4, 3, 2), pulled_rows=(4, 2, 1), staging_buffers=(1,))
     plan = Plan(wide=True, swap=True)
     if sizes.hidden < 256 or sizes.intermediate < 256:
         plan = Plan(wide=False, swap=True)
-    return _fit(plan, sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(2, 1))
+    return _fit(plan, sizes, stages=(3, 2), pulled_rows=(4, 2, 1), staging_buffers=(2, 1))

@@ -17,7 +17,7 @@ struct Params {
   u8* arena[kMaxRanks];  // every rank's arena, own included
   u64 arena_at[9];  // byte offset of each field
   u8* workspace;
-  u64 workspace_at[13];
+  u64 workspace_at[14];
   const u8* w13;  // tiles of 128 gate/up rows (alternating by 8) x 128, swizzled
   const float* w13_scales;  // [expert][256 rows][k-block] gate, up, gate, up
   const u8* w2;  // tiles of 128 rows x 128, swizzled
@@ -96,7 +96,7 @@ MEGAMOE_DEVICE u64* received(const Params& p) {
   return reinterpret_cast<u64*>(p.workspace + p.workspace_at[1]);
 }
 
-// [bank] arrivals: counted, listed, tiles stored, exits
+// [bank] counted, listed, tiles taken, tiles stored, exits
 MEGAMOE_DEVICE u32* barrier(const Params& p) {
   return reinterpret_cast<u32*>(p.workspace + p.workspace_at[2]);
 }
@@ -116,39 +116,44 @@ MEGAMOE_DEVICE u32* halves(const Params& p) {
   return reinterpret_cast<u32*>(p.workspace + p.workspace_at[5]);
 }
 
-// [pool row] source and first flag, route, next row, expert
+// [pool row] source and first flag, route, expert
 MEGAMOE_DEVICE uint4* routes(const Params& p) {
   return reinterpret_cast<uint4*>(p.workspace + p.workspace_at[6]);
 }
 
+// [source][token][slot] pool row
+MEGAMOE_DEVICE u32* targets(const Params& p) {
+  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[7]);
+}
+
 // [pool row] route weight
 MEGAMOE_DEVICE float* pool_weights(const Params& p) {
-  return reinterpret_cast<float*>(p.workspace + p.workspace_at[7]);
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[8]);
 }
 
 // expert-major input rows [row][H]
 MEGAMOE_DEVICE u8* x_pool(const Params& p) {
-  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[8]);
+  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[9]);
 }
 
 // their scales [H/128][row]
 MEGAMOE_DEVICE float* x_pool_scales(const Params& p) {
-  return reinterpret_cast<float*>(p.workspace + p.workspace_at[9]);
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[10]);
 }
 
 // intermediate rows [row][I]
 MEGAMOE_DEVICE u8* h_pool(const Params& p) {
-  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[10]);
+  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[11]);
 }
 
 // their scales [I/128][row]
 MEGAMOE_DEVICE float* h_pool_scales(const Params& p) {
-  return reinterpret_cast<float*>(p.workspace + p.workspace_at[11]);
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[12]);
 }
 
 // [CTA][role][event] time stamps; only with a tracing plan
 MEGAMOE_DEVICE u64* trace(const Params& p) {
-  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[12]);
+  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[13]);
 }
 
 }  // namespace workspace

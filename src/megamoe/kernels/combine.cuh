@@ -29,16 +29,23 @@ MEGAMOE_DEVICE void combine_tokens(const Params& p, u32 tokens, u32 first, u32 s
     const int* ids = arena::ids(p, p.rank) + t * kTopk;
     const __nv_bfloat16* y = arena::y(p, p.rank) + static_cast<u64>(t) * kTopk * kHidden;
     __nv_bfloat16* out = p.out + t * p.out_stride;
+    u32 routes = 0;  // bit j: slot j has a route
+#pragma unroll
+    for (u32 j = 0; j < kTopk; ++j) routes |= (is_route(ids[j]) ? 1u : 0u) << j;
     for (u32 column = lane * 8; column < kHidden; column += 256) {
-      float sum[4][2] = {};
+      uint4 v[kTopk];  // all loads before the first sum
 #pragma unroll
       for (u32 j = 0; j < kTopk; ++j) {
-        if (!is_route(ids[j])) continue;
-        const uint4 v = *reinterpret_cast<const uint4*>(y + static_cast<u64>(j) * kHidden + column);
-        add_bf16x2(sum[0], v.x);
-        add_bf16x2(sum[1], v.y);
-        add_bf16x2(sum[2], v.z);
-        add_bf16x2(sum[3], v.w);
+        v[j] = make_uint4(0, 0, 0, 0);
+        if (routes >> j & 1) v[j] = *reinterpret_cast<const uint4*>(y + static_cast<u64>(j) * kHidden + column);
+      }
+      float sum[4][2] = {};
+#pragma unroll
+      for (u32 j = 0; j < kTopk; ++j) {  // adding +0 for an absent route changes no sum that starts from +0
+        add_bf16x2(sum[0], v[j].x);
+        add_bf16x2(sum[1], v[j].y);
+        add_bf16x2(sum[2], v[j].z);
+        add_bf16x2(sum[3], v[j].w);
       }
       uint4 result = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);  // NaN
       if (!failed) {

@@ -3,6 +3,7 @@
 // Rows are taken in pool order, dealt round robin to the CTAs, so that the experts fill up in the order in which the
 // schedule wants them. A row that several local experts use is fetched once, by its lowest pool row, and stored to all.
 // config::kPulledRows rows are in flight a CTA: about 1 MB over the GPU saturates NVLink, more only adds latency.
+// Lane d < kPulledRows fetches the d-th row of a round; lane d * k + j stores it for slot j.
 #pragma once
 #include "routing.cuh"
 #include "trace.cuh"
@@ -31,63 +32,114 @@ class PoolRows {
   u32 item_;  // routes of the experts before
 };
 
-MEGAMOE_DEVICE void dispatch_rows(const Params& p, Smem base, u32 epoch) {
-  constexpr u32 kInFlight = config::kPulledRows;
-  const u32 lane = ptx::lane_index(), total = fact(base, kTotalRoutes);
-  Trace trace(p, kTraceDispatch, lane == 0);
-  if (total == 0) return;
-  if (lane == 0) wait_count(p, Phase::kList, 0, barrier_word(p, epoch, kListed), gridDim.x);
-  ptx::syncwarp();
-  trace(Event::kWait);
+class Dispatch {
+ public:
+  static constexpr u32 kInFlight = config::kPulledRows;
+  static_assert(kInFlight * kTopk <= 32, "a lane for each slot of each row in flight");
 
-  const Smem buffer = base + (FusedTile::kPulled + lane * kHidden);
-  const Smem bar = base + (FusedTile::kPulledBarriers + lane * 8);
-  PoolRows rows(base);
-  u32 parity = 0;
-  for (u32 first = blockIdx.x; first < total; first += gridDim.x * kInFlight) {
-    const u32 i = first + lane * gridDim.x;
-    u32 row = kNoRow;
-    Route route{};
-    if (lane < kInFlight && i < total) {
-      row = rows.row(i);
-      route = load_route(p, row);
-      if (!route.first) row = kNoRow;  // its token comes with another row
-    }
-    const u32 token = route.route / kTopk;
-    if (row != kNoRow) {
-      ptx::mbarrier_arrive_expect_tx(bar, kHidden);
-      ptx::bulk_load(buffer, arena::x(p, route.source) + static_cast<u64>(token) * kHidden, kHidden, bar);
-    }
-    // Scales meanwhile, by the whole warp: [row][block] at the source, [block][row] in the pool.
+  MEGAMOE_DEVICE Dispatch(const Params& p, Smem base)
+      : p_(p),
+        base_(base),
+        arrived_(arrived(p, bank_of(fact(base, kEpoch)))),
+        lane_(ptx::lane_index()),
+        total_(fact(base, kTotalRoutes)),
+        rows_(base) {}
+
+  MEGAMOE_DEVICE void run() {
+    if (total_ == 0) return;
+    Trace trace(p_, kTraceDispatch, lane_ == 0);
+    if (lane_ == 0) wait_count(p_, Phase::kList, 0, barrier_word(p_, fact(base_, kEpoch), kListed), gridDim.x);
+    ptx::syncwarp();
+    trace(Event::kWait);
+
+    const Smem bar = base_ + (FusedTile::kPulledBarriers + lane_ * 8);
+    u32 parity = 0;
+    Row row = find(blockIdx.x);
+    Target target = find_target(row);
 #pragma unroll 1
-    for (u32 d = 0; d < kInFlight; ++d) {
-      const u32 source = ptx::shfl(route.source, d), t = ptx::shfl(token, d);
-      for (u32 r = ptx::shfl(row, d); r != kNoRow; r = workspace::routes(p)[r].z) {
-        for (u32 b = lane; b < kBlocks1; b += 32) {
-          workspace::x_pool_scales(p)[static_cast<u64>(b) * p.pool_rows + r] =
-              arena::x_scales(p, source)[static_cast<u64>(t) * kBlocks1 + b];
-        }
+    for (u32 first = blockIdx.x; first < total_; first += gridDim.x * kInFlight) {
+      const bool fetches = row.token != kNoRow;
+      if (fetches) {
+        ptx::mbarrier_arrive_expect_tx(bar, kHidden);
+        ptx::bulk_load(buffer(lane_), arena::x(p_, row.source) + static_cast<u64>(row.token) * kHidden, kHidden, bar);
       }
-    }
-    if (row != kNoRow) {
-      ptx::mbarrier_wait(bar, parity);
-      parity ^= 1;
-      for (u32 r = row; r != kNoRow; r = workspace::routes(p)[r].z) {
-        ptx::bulk_store(workspace::x_pool(p) + static_cast<u64>(r) * kHidden, buffer, kHidden);
+      // While the rows are on their way: the next round's rows, then this round's scales.
+      const Row next = find(first + gridDim.x * kInFlight);
+      copy_scales(row, target);
+      const Target next_target = find_target(next);
+      if (fetches) {
+        ptx::mbarrier_wait(bar, parity);
+        parity ^= 1;
+      }
+      ptx::syncwarp();
+      if (target.row != kNoRow) {
+        ptx::bulk_store(workspace::x_pool(p_) + static_cast<u64>(target.row) * kHidden, buffer(lane_ / kTopk), kHidden);
       }
       ptx::bulk_commit();
       ptx::bulk_wait<0>();
+      ptx::fence_proxy_async();  // rows and scales, for readers through the async proxy
+      ptx::syncwarp();
+      if (target.row != kNoRow) ptx::red_add_release_gpu(arrived_ + target.expert, 1u);
+      ptx::syncwarp();
+      row = next;
+      target = next_target;
+      trace(Event::kRows);
     }
-    ptx::fence_proxy_async();  // scales and rows, for readers through the async proxy
-    ptx::syncwarp();
-    for (u32 r = row; r != kNoRow;) {
-      const uint4 v = workspace::routes(p)[r];
-      ptx::red_add_release_gpu(arrived(p, bank_of(epoch)) + v.w, 1u);
-      r = v.z;
-    }
-    ptx::syncwarp();
-    trace(Event::kRows);
   }
-}
+
+ private:
+  struct Row {
+    u32 source, token;  // token kNoRow: nothing to fetch
+  };
+  struct Target {
+    u32 row, expert;
+  };
+
+  MEGAMOE_DEVICE Smem buffer(u32 d) const { return base_ + (FusedTile::kPulled + d * kHidden); }
+
+  // What this lane fetches in the round that starts at route `first`.
+  MEGAMOE_DEVICE Row find(u32 first) {
+    const u32 i = first + lane_ * gridDim.x;
+    if (lane_ >= kInFlight || i >= total_) return {0, kNoRow};
+    const Route route = load_route(p_, rows_.row(i));
+    return {route.source, route.first ? route.route / kTopk : kNoRow};
+  }
+
+  // Where this lane stores: slot lane % k of the row that lane lane / k fetches.
+  MEGAMOE_DEVICE Target find_target(const Row& row) const {
+    const u32 d = lane_ / kTopk;
+    const u32 source = ptx::shfl(row.source, d), token = ptx::shfl(row.token, d);
+    if (d >= kInFlight || token == kNoRow) return {kNoRow, 0};
+    const u32 to = targets_of(p_, source, token)[lane_ % kTopk];
+    return {to, to == kNoRow ? 0 : workspace::routes(p_)[to].z};
+  }
+
+  // By the whole warp, [row][block] at the source to [block][row] in the pool.
+  MEGAMOE_DEVICE void copy_scales(const Row& row, const Target& target) const {
+#pragma unroll
+    for (u32 d = 0; d < kInFlight; ++d) {
+      const u32 source = ptx::shfl(row.source, d), token = ptx::shfl(row.token, d);
+      if (token == kNoRow) continue;
+      const float* from = arena::x_scales(p_, source) + static_cast<u64>(token) * kBlocks1;
+#pragma unroll 1
+      for (u32 b = lane_; b - lane_ < kBlocks1; b += 32) {
+        const float scale = b < kBlocks1 ? from[b] : 0.0f;
+#pragma unroll
+        for (u32 j = 0; j < kTopk; ++j) {
+          const u32 to = ptx::shfl(target.row, d * kTopk + j);
+          if (to != kNoRow && b < kBlocks1) {
+            workspace::x_pool_scales(p_)[static_cast<u64>(b) * p_.pool_rows + to] = scale;
+          }
+        }
+      }
+    }
+  }
+
+  const Params& p_;
+  Smem base_;
+  u32* arrived_;
+  u32 lane_, total_;
+  PoolRows rows_;
+};
 
 }  // namespace megamoe

@@ -1,4 +1,4 @@
-// The loader: one lane that fills the stages of every tile of this CTA, k-block by k-block.
+// The loader: one lane that takes this CTA's tiles and fills their stages, k-block by k-block.
 //
 // A stage holds the tokens' rows (A of a wide tile, B of a swapped one), 256 rows of weights, the tokens' scales and the
 // four weight scales of the k-block. Weights come as contiguous, already swizzled blocks; tokens through tensor maps.
@@ -16,19 +16,23 @@ struct Maps {
 
 class Feed {
  public:
-  MEGAMOE_DEVICE Feed(const Maps& maps, const Params& p, Smem base, u32 epoch)
-      : maps_(maps), p_(p), base_(base), epoch_(epoch), ring_{0, 1}, trace_(p, kTraceLoader, true) {}
+  MEGAMOE_DEVICE Feed(const Maps& maps, const Params& p, Smem base)
+      : maps_(maps), p_(p), base_(base), ring_{0, 1}, trace_(p, kTraceLoader, true) {}
 
   MEGAMOE_DEVICE void run() {
     Schedule schedule(base_);
-    Tile tile;
-    while (schedule.next(tile)) {
+    TileQueue queue(base_, 1);
+    Tile tile{};
+    u32 item = blockIdx.x;
+    while (schedule.find(item, tile)) {
+      queue.post(tile, false);
+      item = gridDim.x + ptx::atom_add_relaxed_gpu(barrier_word(p_, epoch(), kTaken), 1u);
       wait_for_tokens(tile);
       trace_(Event::kWait);
       const u32 blocks = tile.second ? kBlocks2 : kBlocks1;
       const u8* weights = weight_tile(tile, blocks);
       const bool both = tile.column * kWeightRows + 128 < (tile.second ? kHidden : 2 * kIntermediate);
-      const u64 next_half = static_cast<u64>(blocks) * kWeightTileBytes;
+      const u32 next_half = both ? blocks * kWeightTileBytes : 0;
       const float* weight_scales =
           (tile.second ? p_.w2_scales : p_.w13_scales) +
           (static_cast<u64>(tile.expert) * (tile.second ? kTiles2 : kTiles1) + tile.column) * blocks * 4;
@@ -44,7 +48,9 @@ class Feed {
         ptx::mbarrier_wait(base_ + (FusedTile::kEmpty + stage * 8), ring_.parity);
         ptx::mbarrier_arrive_expect_tx(full, bytes);
         ptx::bulk_load(to + FusedTile::kBytesA, weights, kWeightTileBytes, full);
-        if (both) ptx::bulk_load(to + (FusedTile::kBytesA + kWeightTileBytes), weights + next_half, kWeightTileBytes, full);
+        if (next_half != 0) {
+          ptx::bulk_load(to + (FusedTile::kBytesA + kWeightTileBytes), weights + next_half, kWeightTileBytes, full);
+        }
         load_tokens(tile, to, full, k, token_rows);
         ptx::bulk_load(base_ + (FusedTile::kRowScales + stage * FusedTile::kRowScaleBytes), token_scales, token_rows * 4,
                        full);
@@ -56,16 +62,17 @@ class Feed {
       }
       trace_(Event::kFeed);
     }
+    queue.post(tile, true);
   }
 
  private:
   // Rows of the pool for the first GEMM, the whole intermediate of the token tile for the second.
   MEGAMOE_DEVICE void wait_for_tokens(const Tile& tile) {
     if (tile.second) {
-      const u32* stored = halves(p_, bank_of(epoch_)) + tile.index;
+      const u32* stored = halves(p_, bank_of(epoch())) + tile.index;
       wait_count(p_, Phase::kIntermediate, tile.index, stored, 2 * kTiles1);
     } else {
-      const u32* rows = arrived(p_, bank_of(epoch_)) + tile.expert;
+      const u32* rows = arrived(p_, bank_of(epoch())) + tile.expert;
       wait_count(p_, Phase::kRows, tile.expert, rows, ptx::ld_shared_u32(base_ + (kCountTable + tile.expert * 4)));
     }
     ptx::fence_proxy_async();
@@ -89,10 +96,11 @@ class Feed {
     }
   }
 
+  MEGAMOE_DEVICE u32 epoch() const { return fact(base_, kEpoch); }  // read again rather than kept: registers are few
+
   const Maps& maps_;
   const Params& p_;
   Smem base_;
-  u32 epoch_;
   Ring<FusedTile> ring_;
   Trace trace_;
 };

@@ -44,6 +44,10 @@ constexpr u32 kMathRegisters = config::kMathRegisters;
 // Named barriers (0 is __syncthreads).
 constexpr u32 kMathBarrier = 1;  // all math threads
 
+// The queue of tiles between the loader and the other roles.
+constexpr u32 kQueueSlots = config::kQueueSlots;
+constexpr u32 kQueueSlotBytes = 32;
+
 // What MathWarpgroup asks of a tile: 128 tokens x 256 weight rows. Four weight scales a k-block, one for the even and one
 // for the odd groups of 8 columns of either half: first GEMM {gate, up, gate, up}, second {first, first, second, second}.
 struct FusedTile {
@@ -57,6 +61,8 @@ struct FusedTile {
   static constexpr u32 kStagedArrivals = 4;                   // the warps of one math warpgroup
   static constexpr u32 kFreeArrivals = 1;                     // its store warp
   static constexpr u32 kPulledArrivals = 1;                   // the lane of the dispatch warp; plus the bytes of the row
+  static constexpr u32 kQueueFullArrivals = 1;                // the loader
+  static constexpr u32 kQueueEmptyArrivals = 8 + 2;           // one a math warp and a store warp
 
   static constexpr u32 kBytesA = kTileTokens * kBlockDepth;  // tokens
   static constexpr u32 kBytesB = kWeightRows * kBlockDepth;  // weights
@@ -70,13 +76,16 @@ struct FusedTile {
   static constexpr u32 kTileScales = config::kTileScalesOffset;
   static constexpr u32 kAmax = config::kAmaxOffset;
   static constexpr u32 kTables = config::kTablesOffset;
+  static constexpr u32 kQueue = config::kQueueOffset;
   static constexpr u32 kFull = config::kBarriersOffset;
   static constexpr u32 kEmpty = kFull + kStages * 8;
   static constexpr u32 kStaged = kEmpty + kStages * 8;
   static constexpr u32 kBuffers = config::kStagingBuffers;
   static constexpr u32 kFree = kStaged + kMathWarpgroups * kBuffers * 8;
   static constexpr u32 kPulledBarriers = kFree + kMathWarpgroups * kBuffers * 8;
-  static_assert(kPulledBarriers + config::kPulledRows * 8 <= config::kSharedBytes, "the host's sum and ours");
+  static constexpr u32 kQueueFull = kPulledBarriers + config::kPulledRows * 8;
+  static constexpr u32 kQueueEmpty = kQueueFull + kQueueSlots * 8;
+  static_assert(kQueueEmpty + kQueueSlots * 8 <= config::kSharedBytes, "the host's sum and ours");
 };
 
 // Staging: up to 64 rows of 256 bytes for each math warpgroup and buffer. The pitch spreads rows over the banks.
@@ -89,7 +98,7 @@ constexpr u32 kBaseTable = kCountTable + kLocalExperts * 4;
 constexpr u32 kTileTable = kBaseTable + kLocalExperts * 4;
 constexpr u32 kFacts = kTileTable + kLocalExperts * 4;
 enum Fact : u32 { kEpoch, kTokens, kTotalRoutes, kTotalTiles, kFailed, kFactCount };
-static_assert(kFacts + kFactCount * 4 <= config::kBarriersOffset, "tables end before the barriers");
+static_assert(kFacts + kFactCount * 4 <= config::kQueueOffset, "tables end before the queue");
 
 MEGAMOE_DEVICE u32 fact(Smem base, Fact which) { return ptx::ld_shared_u32(base + (kFacts + which * 4)); }
 MEGAMOE_DEVICE void set_fact(Smem base, Fact which, u32 value) {

@@ -5,7 +5,7 @@
 // pool -> second GEMM -> BF16 row stored into the combine buffer of the token's rank -> combine -> output.
 //
 // A CTA has 384 threads. All of them route; then each warp has its role:
-//   warp 0        loader    fills the stages of every tile (feed.cuh)
+//   warp 0        loader    takes tiles, fills their stages (feed.cuh)
 //   warps 1, 2    store     take staged rows of math warpgroup 0 and 1 (scatter.cuh)
 //   warp 3        dispatch  fetches token rows (dispatch.cuh)
 //   warps 4 - 11  math      two warpgroups: WGMMA, promotion, epilogues, then combine
@@ -17,10 +17,13 @@
 //   staged[w][b]   warps of warpgroup w -> store w   kStagedArrivals
 //   free[w][b]     store w -> warpgroup w            kFreeArrivals
 //   pulled[lane]   copy engine -> dispatch lane      kPulledArrivals   one token row
+//   tile[slot]     loader -> math, store             kQueueFullArrivals
+//   taken[slot]    math, store warps -> loader       kQueueEmptyArrivals
 // Between CTAs and ranks (sync.cuh; counters banked by epoch, tags carry it)
 //   counted        every CTA -> CTA 0                own routes counted and positioned
 //   counts[s][e]   rank s -> every CTA of this rank  tag and count in one word
 //   listed         every CTA -> dispatch warps       route table complete
+//   taken          loaders                           tiles given out
 //   arrived[e]     dispatch warps -> loaders         pool rows of expert e
 //   halves[t]      store warps -> loaders            intermediate of token tile t, two a weight tile
 //   stored         store warps -> the last of them   result tiles of this rank
@@ -49,6 +52,8 @@ MEGAMOE_DEVICE void init_fused_barriers(Smem base) {
   init(FusedTile::kStaged, kMathWarpgroups * FusedTile::kBuffers, FusedTile::kStagedArrivals, "staged");
   init(FusedTile::kFree, kMathWarpgroups * FusedTile::kBuffers, FusedTile::kFreeArrivals, "free");
   init(FusedTile::kPulledBarriers, config::kPulledRows, FusedTile::kPulledArrivals, "pulled");
+  init(FusedTile::kQueueFull, kQueueSlots, FusedTile::kQueueFullArrivals, "tile");
+  init(FusedTile::kQueueEmpty, kQueueSlots, FusedTile::kQueueEmptyArrivals, "taken");
   ptx::fence_mbarrier_init();
 }
 
@@ -68,11 +73,11 @@ MEGAMOE_DEVICE void swap_tile(const Tile& tile, Smem base, u32 warpgroup, u32 la
 
 MEGAMOE_DEVICE void math_role(const Params& p, Smem base, u32 warpgroup, Trace& trace) {
   const u32 warp = ptx::warp_index() % 4, lane = ptx::lane_index();
-  Schedule schedule(base);
+  TileQueue queue(base, 0);
   Epilogue epilogue(p, base, warpgroup, warp, lane);
   Ring<FusedTile> ring{0, 0};
   Tile tile;
-  while (schedule.next(tile)) {
+  while (queue.take(tile)) {
     if constexpr (kWide) {
       if (tile.wide) {
         MathWarpgroup<FusedTile> math(base, warpgroup, warp, lane);
@@ -118,18 +123,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     set_fact(base, kTokens, call_tokens(p));
   }
   __syncthreads();
-  const u32 epoch = fact(base, kEpoch), tokens = fact(base, kTokens);
-
-  // Routing. Histogram and places lie where the stages will be.
-  const Smem places = base, sources = base + kRanks * kLocalExperts * 4;
-  clear_next_bank(p, epoch);
-  count_own_routes(p, places, epoch, tokens);
-  trace(Event::kCounted);
-  if (blockIdx.x == 0) push_counts(p, base, epoch, tokens);
-  lay_out_pool(p, base, places, sources, epoch);
-  trace(Event::kLaidOut);
-  list_routes(p, base, places, sources, epoch);
-  trace(Event::kListed);
+  {  // Routing. Histogram and places lie where the stages will be.
+    const u32 epoch = fact(base, kEpoch), tokens = fact(base, kTokens);
+    const Smem places = base, sources = base + kRanks * kLocalExperts * 4;
+    clear_next_bank(p, epoch);
+    count_own_routes(p, places, epoch, tokens);
+    trace(Event::kCounted);
+    if (blockIdx.x == 0) push_counts(p, base, epoch, tokens);
+    lay_out_pool(p, base, places, sources, epoch);
+    trace(Event::kLaidOut);
+    list_routes(p, base, places, sources, epoch);
+    trace(Event::kListed);
+  }
   ptx::fence_proxy_async_shared();  // the stages are written by the copy engine from here on
   __syncthreads();
 
@@ -138,29 +143,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::setmaxnreg_dec<kRoleRegisters>();
     if (warp == kLoaderWarp) {
       ptx::role("loader");
-      if (ptx::lane_index() == 0) Feed(maps, p, base, epoch).run();
+      if (ptx::lane_index() == 0) Feed(maps, p, base).run();
       ptx::syncwarp();
     } else if (warp == kDispatchWarp) {
       ptx::role("dispatch");
-      dispatch_rows(p, base, epoch);
+      Dispatch(p, base).run();
     } else {
       ptx::role("store");
       if (blockIdx.x == 0 && warp == kStoreWarp0 && fact(base, kTotalTiles) == 0 && ptx::lane_index() == 0) {
-        for (u32 r = 0; r < kRanks; ++r) ptx::st_release_sys(arena::done(p, r) + p.rank, epoch);
+        announce_done(p, fact(base, kEpoch));  // no route came here
       }
-      Scatter(p, base, warp - kStoreWarp0, epoch).run();
+      Scatter(p, base, warp - kStoreWarp0).run();
     }
   } else {
     ptx::setmaxnreg_inc<kMathRegisters>();
     ptx::role("math");
     math_role(p, base, warp / 4 - 1, trace);
     bool ok = true;
-    if (ptx::lane_index() == 0) ok = wait_for_ranks(p, epoch) && !aborted(p);
+    if (ptx::lane_index() == 0) ok = wait_for_ranks(p, fact(base, kEpoch)) && !aborted(p);
     ok = ptx::all(ok);
     trace(Event::kPeers);
-    combine_tokens(p, tokens, blockIdx.x * 8 + warp - 4, gridDim.x * 8, !ok);
+    combine_tokens(p, fact(base, kTokens), blockIdx.x * 8 + warp - 4, gridDim.x * 8, !ok);
     trace(Event::kCombined);
   }
   __syncthreads();
-  if (threadIdx.x == 0) leave(p, epoch);
+  if (threadIdx.x == 0) leave(p, fact(base, kEpoch));
 }

@@ -4,8 +4,8 @@
 // 2. push    When all CTAs of the rank have counted, CTA 0 pushes the counts to the experts' owners: one 8-byte word for
 //            each (source, local expert), the epoch in its upper half, so that data and flag arrive together.
 // 3. lay out Every CTA polls its own rank's words and derives counts, pool rows and tiles by itself (shared memory).
-// 4. list    Each CTA reads the routes of a share of all ranks' tokens and writes the table of pool rows. The rows of one
-//            token are chained, so that its input crosses once: the lowest row comes first and leads to the others.
+// 4. list    Each CTA reads the routes of a share of all ranks' tokens and writes two tables: what each pool row holds,
+//            and where each token goes. A token's lowest pool row is the one that fetches it, for all its rows at once.
 // A rank may go on to the next call only after every rank has finished this one (combine.cuh), so nothing here is read
 // after its owner overwrites it.
 #pragma once
@@ -17,17 +17,20 @@ namespace megamoe {
 constexpr u32 kNoRow = 0xffffffffu;
 constexpr u32 kFirstOfToken = 0x80000000u;
 
-// One pool row: where its token is and which rows follow. As stored: {source | first flag, route, next row, expert}.
+// One pool row. As stored: {source | first flag, token * k + slot at the source, local expert, 0}.
 struct Route {
   u32 source;
   bool first;  // this row is the one that fetches the token
-  u32 route;   // token * k + slot, at the source
-  u32 next;    // pool row of the token's next route on this rank, or kNoRow
-  u32 expert;  // local
+  u32 route;
+  u32 expert;
 };
 MEGAMOE_DEVICE Route load_route(const Params& p, u32 row) {
   const uint4 v = workspace::routes(p)[row];
-  return {v.x & ~kFirstOfToken, (v.x & kFirstOfToken) != 0, v.y, v.z, v.w};
+  return {v.x & ~kFirstOfToken, (v.x & kFirstOfToken) != 0, v.y, v.z};
+}
+// Pool rows of a token's slots, kNoRow where a slot has no route on this rank.
+MEGAMOE_DEVICE u32* targets_of(const Params& p, u32 source, u32 token) {
+  return workspace::targets(p) + (static_cast<u64>(source) * p.capacity + token) * kTopk;
 }
 
 MEGAMOE_DEVICE bool is_route(int id) { return static_cast<u32>(id) < kExperts; }
@@ -185,22 +188,14 @@ MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem so
         lowest = rows[j] < lowest ? rows[j] : lowest;
       }
     }
-    // Last slot to first, so that each row knows the row behind it; the lowest one is written when the chain is known.
-    u32 next = kNoRow, head_slot = 0, head_expert = 0;
+    u32* targets = targets_of(p, s, token);
 #pragma unroll
-    for (u32 j = kTopk; j-- > 0;) {
+    for (u32 j = 0; j < kTopk; ++j) {
+      targets[j] = rows[j];
       if (rows[j] == kNoRow) continue;
       workspace::pool_weights(p)[rows[j]] = weights[j];
-      if (rows[j] == lowest) {
-        head_slot = j;
-        head_expert = expert[j];
-      } else {
-        workspace::routes(p)[rows[j]] = make_uint4(s, token * kTopk + j, next, expert[j]);
-        next = rows[j];
-      }
-    }
-    if (lowest != kNoRow) {
-      workspace::routes(p)[lowest] = make_uint4(s | kFirstOfToken, token * kTopk + head_slot, next, head_expert);
+      workspace::routes(p)[rows[j]] =
+          make_uint4(rows[j] == lowest ? s | kFirstOfToken : s, token * kTopk + j, expert[j], 0);
     }
   }
   __syncthreads();

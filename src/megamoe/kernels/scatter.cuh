@@ -10,14 +10,14 @@ namespace megamoe {
 
 class Scatter {
  public:
-  MEGAMOE_DEVICE Scatter(const Params& p, Smem base, u32 warpgroup, u32 epoch)
-      : p_(p), base_(base), warpgroup_(warpgroup), epoch_(epoch), lane_(ptx::lane_index()), ring_{0, 0},
+  MEGAMOE_DEVICE Scatter(const Params& p, Smem base, u32 warpgroup)
+      : p_(p), base_(base), warpgroup_(warpgroup), lane_(ptx::lane_index()), ring_{0, 0},
         trace_(p, warpgroup == 0 ? kTraceStore0 : kTraceStore1, ptx::lane_index() == 0) {}
 
   MEGAMOE_DEVICE void run() {
-    Schedule schedule(base_);
+    TileQueue queue(base_, 0);
     Tile tile;
-    while (schedule.next(tile)) {
+    while (queue.take(tile)) {
       if (tile.second) {
         store_results(tile);
       } else {
@@ -45,7 +45,7 @@ class Scatter {
     }
     release();
     finish();
-    if (lane_ == 0) ptx::red_add_release_gpu(halves(p_, bank_of(epoch_)) + tile.index, 1u);
+    if (lane_ == 0) ptx::red_add_release_gpu(halves(p_, bank_of(fact(base_, kEpoch))) + tile.index, 1u);
   }
 
   MEGAMOE_DEVICE void store_results(const Tile& tile) {
@@ -53,16 +53,18 @@ class Scatter {
     // Columns of the first piece; a wide tile's second piece follows it, a swapped tile's belongs to the other warpgroup.
     u32 column = tile.column * kWeightRows + (tile.wide ? 0 : warpgroup_ * 128);
     __nv_bfloat16* to[2];
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const u32 r = lane_ + 32 * i;
-      if (r >= rows) continue;
-      const uint4 route = workspace::routes(p_)[row + r];
-      to[i] = arena::y(p_, route.x & ~kFirstOfToken) + static_cast<u64>(route.y) * kHidden;
-    }
 #pragma unroll 1
     for (u32 piece = 0; piece < pieces; ++piece, column += 128) {
       const Smem from = wait_staged();
+      if (piece == 0) {  // not before: only what the math warps waited for orders the route table before this read
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+          const u32 r = lane_ + 32 * i;
+          if (r >= rows) continue;
+          const Route route = load_route(p_, row + r);
+          to[i] = arena::y(p_, route.source) + static_cast<u64>(route.route) * kHidden;
+        }
+      }
       if (column < kHidden) {
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
@@ -96,15 +98,13 @@ class Scatter {
 
   // The last of the rank's result tiles tells every rank that its routes are complete here.
   MEGAMOE_DEVICE void tile_stored() {
-    const u32 all = fact(base_, kTotalTiles) * kTiles2 * kMathWarpgroups;
-    if (ptx::atom_add_acq_rel_gpu(barrier_word(p_, epoch_, kStored), 1u) + 1 == all) {
-      for (u32 r = 0; r < kRanks; ++r) ptx::st_release_sys(arena::done(p_, r) + p_.rank, epoch_);
-    }
+    const u32 all = fact(base_, kTotalTiles) * kTiles2 * kMathWarpgroups, epoch = fact(base_, kEpoch);
+    if (ptx::atom_add_acq_rel_gpu(barrier_word(p_, epoch, kStored), 1u) + 1 == all) announce_done(p_, epoch);
   }
 
   const Params& p_;
   Smem base_;
-  u32 warpgroup_, epoch_, lane_;
+  u32 warpgroup_, lane_;
   StagingRing ring_;
   Trace trace_;
 };

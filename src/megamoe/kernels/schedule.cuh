@@ -1,10 +1,11 @@
-// Which tile a CTA works on next: one static sequence over all tiles, dealt round robin to the CTAs.
+// Which tile a CTA works on next: one static sequence over all tiles, from which free CTAs take the next one.
 //
 // The sequence goes through waves of experts (config::kWaveExperts each, the last one partial): the first GEMM of wave s,
 // then the second GEMM of wave s - kLag. kWaveExperts = all gives "all first GEMMs, then all second ones"; kLag > 0 puts
-// distance between a tile and the tiles it waits for. A tile waits only for tiles that stand earlier in the sequence, and
-// every CTA takes its tiles in order, so with all CTAs resident nobody waits for ever.
-// Every role of a CTA walks the sequence by itself over the tables in shared memory, and sees the same tiles.
+// distance between a tile and the tiles it waits for. A tile waits only for tiles that stand earlier in the sequence, which
+// somebody took before it, so with all CTAs resident nobody waits for ever.
+// The loader takes tiles (the first by its CTA's index, the others from a counter) and posts them in a queue in shared
+// memory, from which math and store warps read them.
 #pragma once
 #include "layout.cuh"
 
@@ -25,16 +26,15 @@ MEGAMOE_DEVICE bool is_wide(u32 rows) { return kWide && (!kSwap || rows > kSwapT
 
 class Schedule {
  public:
-  MEGAMOE_DEVICE explicit Schedule(Smem base) : base_(base), item_(blockIdx.x), step_(0), second_(false) {
-    expert_ = 0;
-    end_ = kWave < kLocalExperts ? kWave : kLocalExperts;
-    started_ = false;
+  MEGAMOE_DEVICE explicit Schedule(Smem base)
+      : base_(base), last_(0), item_(0), step_(0), expert_(0), end_(kWave < kLocalExperts ? kWave : kLocalExperts) {
+    second_ = false;
   }
 
-  // The next tile of this CTA; false at the end.
-  MEGAMOE_DEVICE bool next(Tile& tile) {
-    if (started_) item_ += gridDim.x;
-    started_ = true;
+  // Tile number `item` of the sequence, for rising items; false behind the end.
+  MEGAMOE_DEVICE bool find(u32 item, Tile& tile) {
+    item_ += item - last_;
+    last_ = item;
     while (true) {
       while (expert_ == end_) {
         if (!next_segment()) return false;
@@ -74,10 +74,49 @@ class Schedule {
   }
 
   Smem base_;
-  u32 item_;            // position relative to the first item of expert_
-  u32 step_;            // wave of the first GEMM
-  u32 expert_, end_;    // experts left in this segment
-  bool second_, started_;
+  u32 last_;          // the item before
+  u32 item_;          // position relative to the first item of expert_
+  u32 step_;          // wave of the first GEMM
+  u32 expert_, end_;  // experts left in this segment
+  bool second_;
+};
+
+// One side's position in the queue of tiles. The loader starts with parity 1, readers with 0.
+class TileQueue {
+ public:
+  MEGAMOE_DEVICE TileQueue(Smem base, u32 parity) : base_(base), count_(parity * kQueueSlots) {}
+
+  // Loader: posts a tile, or the end.
+  MEGAMOE_DEVICE void post(const Tile& tile, bool end) {
+    ptx::mbarrier_wait(base_ + (FusedTile::kQueueEmpty + slot() * 8), parity());
+    const u32 flags = (tile.second ? kSecondFlag : 0) | (tile.wide ? kWideFlag : 0) | (end ? kEndFlag : 0);
+    const Smem at = base_ + (FusedTile::kQueue + slot() * kQueueSlotBytes);
+    ptx::st_shared_v4(at, make_uint4(flags, tile.expert, tile.column, tile.row));
+    ptx::st_shared_v4(at + 16, make_uint4(tile.rows, tile.index, 0, 0));
+    ptx::mbarrier_arrive(base_ + (FusedTile::kQueueFull + slot() * 8));
+    ++count_;
+  }
+
+  // A whole reader warp: the next tile; false at the end.
+  MEGAMOE_DEVICE bool take(Tile& tile) {
+    ptx::mbarrier_wait(base_ + (FusedTile::kQueueFull + slot() * 8), parity());
+    const Smem at = base_ + (FusedTile::kQueue + slot() * kQueueSlotBytes);
+    const uint4 a = ptx::ld_shared_v4(at), b = ptx::ld_shared_v4(at + 16);
+    ptx::syncwarp();
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(base_ + (FusedTile::kQueueEmpty + slot() * 8));
+    ++count_;
+    tile = {(a.x & kSecondFlag) != 0, (a.x & kWideFlag) != 0, a.y, a.z, a.w, b.x, b.y};
+    return (a.x & kEndFlag) == 0;
+  }
+
+ private:
+  enum Flag : u32 { kSecondFlag = 1, kWideFlag = 2, kEndFlag = 4 };
+
+  MEGAMOE_DEVICE u32 slot() const { return count_ % kQueueSlots; }
+  MEGAMOE_DEVICE u32 parity() const { return count_ / kQueueSlots % 2; }
+
+  Smem base_;
+  u32 count_;  // tiles so far, from kQueueSlots on for the loader: its first wait has parity 1
 };
 
 }  // namespace megamoe

@@ -12,7 +12,7 @@ namespace megamoe {
 enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers };
 
 // Counters of one bank.
-enum Barrier : u32 { kCounted, kListed, kStored, kExited, kBarrierWords };
+enum Barrier : u32 { kCounted, kListed, kTaken, kStored, kExited, kBarrierWords };
 
 MEGAMOE_DEVICE u32 bank_of(u32 epoch) { return epoch % kBanks; }
 MEGAMOE_DEVICE u32* barrier_word(const Params& p, u32 epoch, Barrier which) {
@@ -67,6 +67,11 @@ MEGAMOE_DEVICE bool wait_count(const Params& p, Phase phase, u32 index, const u3
   return spin_until(
       p, phase, index, awaited, [&] { return ptx::ld_acquire_gpu(counter); },
       [&](u32 seen) { return seen >= awaited; });
+}
+
+// This rank's results are all stored: every rank may combine.
+MEGAMOE_DEVICE void announce_done(const Params& p, u32 epoch) {
+  for (u32 r = 0; r < kRanks; ++r) ptx::st_release_sys(arena::done(p, r) + p.rank, epoch);
 }
 
 // Last act of the CTA's thread 0: the last CTA to leave advances the epoch.

@@ -2,8 +2,7 @@
 // memory or from registers. Invariance across plans rests on all of them, for every width in use, having the same bits.
 //
 // One CTA of 128 threads. x, y: e4m3 [256, 128]. out: float32 [order][source][256][256], order 0 = x on the M side
-// ([x row][y row]), 1 = y on the M side ([y row][x row]); source 0 = shared memory, 1 = registers. A width that does
-// not divide 256 leaves the columns past its last whole multiple unwritten.
+// ([x row][y row]), 1 = y on the M side ([y row][x row]); source 0 = shared memory, 1 = registers.
 //
 // config: kWidth.
 #include "config.cuh"
@@ -35,7 +34,8 @@ MEGAMOE_DEVICE void product(Smem m_side, Smem n_side, float* out) {
 #pragma unroll 1
   for (u32 m = 0; m < kRows; m += 64) {
 #pragma unroll 1
-    for (u32 n = 0; n + N <= kRows; n += N) {
+    for (u32 step = 0; step < kRows; step += N) {
+      const u32 n = min(step, static_cast<u32>(kRows - N));  // the last one overlaps where N does not divide
       float acc[N / 2];
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) acc[i] = 0.0f;
