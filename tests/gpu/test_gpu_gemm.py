@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
+from megamoe.bench.conformance import Case, Gpu
+from megamoe.bench.conformance_cases import WIDTHS, product_operands
 from megamoe.bench.gemm_cases import CASES, GemmCase, operands, oracle, used_rows
-from megamoe.cuda.driver import LaunchConfig, open_driver
 from megamoe.cuda.gemm import PLANS, GemmPlan, GroupedGemm, problem_from
-from megamoe.cuda.launch import Kernel, Library, aligned, raw_stream
-from megamoe.cuda.toolchain import compile_kernel
-from megamoe.formats.fp8_block import E4M3
 from megamoe.formats.layout import interleave_gate_up
 from megamoe.reference import fma, relative_error
 
@@ -111,58 +107,40 @@ def test_no_rows_is_no_work() -> None:
     assert problem.out.isnan().all()
 
 
-WIDTHS = (*range(8, 72, 8), 96, 128, 192, 256)
-
-
-class _WidthsArguments(ctypes.Structure):
-    _fields_ = (("x", ctypes.c_uint64), ("y", ctypes.c_uint64), ("out", ctypes.c_uint64))
-
-
-def _products(x: torch.Tensor, y: torch.Tensor, width: int) -> torch.Tensor:
+def _products(x: torch.Tensor, y: torch.Tensor, width: int = 128) -> torch.Tensor:
     """float32 [order, source, 256, 256] of conformance/wgmma_widths.cu for e4m3 x, y [256, 128]."""
-    out = torch.full((2, 2, 256, 256), float("nan"), device="cuda")
-    arguments = aligned(_WidthsArguments)
-    arguments.x, arguments.y, arguments.out = x.data_ptr(), y.data_ptr(), out.data_ptr()
-    library = Library(open_driver(), compile_kernel("conformance/wgmma_widths.cu", {"kWidth": width}))
-    kernel = Kernel(library, "wgmma_widths", 0, LaunchConfig(threads=128, dynamic_shared=65536), [arguments])
-    kernel.launch(1, raw_stream(None, 0))
-    torch.cuda.synchronize()
-    return out
-
-
-def _pair(kind: str) -> torch.Tensor:
-    """e4m3 [2, 256, 128]: Gaussian, 15 binades wide, or every byte but NaN."""
-    generator = np.random.default_rng(5)
-    shape = (2, 256, 128)
-    values = generator.standard_normal(shape) * (4 if kind == "gaussian" else 2.0 ** generator.integers(-8, 7, shape))
-    if kind != "bytes":
-        return torch.from_numpy(values.astype(np.float32)).to(E4M3).cuda()
-    raw = generator.integers(0, 256, shape).astype(np.uint8)
-    return torch.from_numpy(np.where(raw & 0x7F == 0x7F, 0, raw).astype(np.uint8)).view(E4M3).cuda()
+    case = Case(
+        name="products",
+        source="conformance/wgmma_widths.cu",
+        entry="wgmma_widths",
+        inputs=lambda: {"x": x, "y": y},
+        outputs={"out": ((2, 2, 256, 256), torch.float32)},
+        config={"kWidth": width},
+        shared=2 * 256 * 128,
+    )
+    return Gpu().run(case)["out"]
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "wide", "bytes"])
 def test_every_width_order_and_source_of_a_product_has_the_same_bits(kind: str) -> None:
-    x, y = _pair(kind)
-    want = _products(x, y, 128)[0, 0]
-    assert relative_error(want, x.double() @ y.double().T) < 5e-4
+    pair = product_operands(kind)
+    want = _products(**pair)[0, 0]
+    assert relative_error(want, pair["x"].double() @ pair["y"].double().T) < TENSOR_CORE
     for width in WIDTHS:
-        covered = 256 // width * width
-        got = _products(x, y, width)
+        got = _products(**pair, width=width)
         for source in range(2):
-            assert torch.equal(got[0, source, :, :covered], want[:, :covered]), (width, source)
-            assert torch.equal(got[1, source, :, :covered].T, want[:covered]), (width, source)
+            assert torch.equal(got[0, source], want), (width, source)
+            assert torch.equal(got[1, source].T, want), (width, source)
 
 
 def test_bits_are_the_contracts_chain_over_the_tensor_cores_sums() -> None:
     case = GemmCase((256,), 256, 1024)
     given = operands(case)
-    a, a_scales, b, b_scales = (t.cuda() for t in (given.a, given.a_scales, given.b, given.b_scales))
-    acc = torch.zeros(256, 256, device="cuda")
+    acc = torch.zeros(256, 256)
     for k in range(8):
         block = slice(k * 128, k * 128 + 128)
-        partial = _products(a[:, block].contiguous(), b[0, :, block].contiguous(), 128)[0, 0]
-        acc = fma(partial, a_scales[:, k, None] * b_scales[0, :, k].repeat_interleave(128), acc)
+        partial = _products(given.a[:, block].contiguous(), given.b[0, :, block].contiguous())[0, 0]
+        acc = fma(partial, given.a_scales[:, k, None] * given.b_scales[0, :, k].repeat_interleave(128), acc)
+    tensors = tuple(t.cuda() for t in (given.a, given.a_scales, given.b, given.b_scales))
     for plan in (PLANS["wide-f32"], PLANS["narrow-f32"]):
-        got = _run(plan, case, (a, a_scales, b, b_scales))
-        assert torch.equal(got, acc), plan.name
+        assert torch.equal(_run(plan, case, tensors).cpu(), acc), plan.name

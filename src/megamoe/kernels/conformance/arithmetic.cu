@@ -5,6 +5,9 @@
 //   silu[i]     silu(gate)
 //   fused[i]    promote(gate, up, weight), first[i] promote_first(gate, up)
 //   q[i], s[g]  h requantised over the group's 128 elements
+//
+// config: kClamp.
+#include "config.cuh"
 #include "math.cuh"
 
 using ptx::u16;
@@ -21,7 +24,6 @@ struct ArithmeticArguments {
   float* first;
   u8* q;
   float* s;
-  float clamp;
 };
 
 extern "C" __global__ void __launch_bounds__(128) arithmetic(const __grid_constant__ ArithmeticArguments p) {
@@ -29,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(128) arithmetic(const __grid_consta
   const u32 t = threadIdx.x, i = blockIdx.x * 128 + t;
   const ptx::Smem row = ptx::shared_address(smem), amax_slots = row + 128 * 4;
   const float gate = p.gate[i], up = p.up[i], weight = p.weight[i];
-  const float h = p.clamp > 0.0f ? math::swiglu_clamped(gate, up, weight, p.clamp) : math::swiglu(gate, up, weight);
+  constexpr float kClamp = config::kClamp;
+  const float h = kClamp > 0.0f ? math::swiglu_clamped(gate, up, weight, kClamp) : math::swiglu(gate, up, weight);
   p.h[i] = h;
   p.silu[i] = math::silu(gate);
   p.fused[i] = math::promote(gate, up, weight);

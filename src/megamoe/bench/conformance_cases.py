@@ -1,0 +1,86 @@
+"""The conformance cases: every primitive of ``ptx.cuh`` in a kernel of few CTAs under ``kernels/conformance/``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+import torch
+
+from megamoe.bench.conformance import Case
+from megamoe.formats.fp8_block import E4M3
+
+__all__ = ["CASES", "WIDTHS", "any_float", "arithmetic", "product_operands"]
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+WIDTHS: Final = (*range(8, 72, 8), 96, 128, 192, 256)
+"""N of the WGMMA products in use (tools/generate_wgmma.py)."""
+
+
+def product_operands(kind: str) -> dict[str, torch.Tensor]:
+    """e4m3 x, y ``[256, 128]``.
+
+    "integers": multiples of 4, whose sums are exact; "gaussian"; "wide": 15 binades; "bytes": all but NaN.
+    """
+    generator = np.random.default_rng(5)
+    shape = (2, 256, 128)
+    if kind == "bytes":
+        raw = generator.integers(0, 256, shape).astype(np.uint8)
+        pair = torch.from_numpy(np.where(raw & 0x7F == 0x7F, 0, raw).astype(np.uint8)).view(E4M3)
+    else:
+        normal = generator.standard_normal(shape)
+        if kind == "integers":
+            normal = normal.round()
+        elif kind == "wide":
+            normal *= 2.0 ** generator.integers(-8, 7, shape)
+        pair = torch.from_numpy((normal * 4).astype(np.float32)).to(E4M3)
+    return {"x": pair[0].clone(), "y": pair[1].clone()}
+
+
+def any_float(seed: int, *shape: int) -> torch.Tensor:
+    """float32 of random bits: every exponent, both signs, NaN and Inf."""
+    raw = np.random.default_rng(seed).integers(0, 2**32, shape, dtype=np.uint64).astype(np.uint32)
+    return torch.from_numpy(raw.view(np.float32))
+
+
+def _products() -> Iterator[Case]:
+    for kind, bound in (("integers", 0.0), ("gaussian", 5e-4), ("wide", 5e-4)):
+        for width in WIDTHS:
+            yield Case(
+                name=f"wgmma-n{width}-{kind}",
+                source="conformance/wgmma_widths.cu",
+                entry="wgmma_widths",
+                inputs=functools.partial(product_operands, kind),
+                outputs={"out": ((2, 2, 256, 256), torch.float32)},
+                config={"kWidth": width},
+                shared=2 * 256 * 128,
+                bound=bound,
+            )
+
+
+def arithmetic(name: str, operands: Callable[[], Operands], clamp: float, bound: float) -> Case:
+    """``conformance/arithmetic.cu`` on gate, up and weight, float32 ``[groups, 128]`` each."""
+    shape = operands()[0].shape
+    values = dict.fromkeys(("h", "silu", "fused", "first"), (tuple(shape), torch.float32))
+    return Case(
+        name=name,
+        source="conformance/arithmetic.cu",
+        entry="arithmetic",
+        inputs=lambda: dict(zip(("gate", "up", "weight"), operands(), strict=True)),
+        outputs={**values, "q": (tuple(shape), torch.uint8), "s": ((shape[0],), torch.float32)},
+        config={"kClamp": clamp},
+        grid=shape[0],
+        shared=1024,
+        bound=bound,
+    )
+
+
+def _any_operands() -> Operands:
+    return any_float(1, 256, 128), any_float(2, 256, 128), any_float(3, 256, 128)
+
+
+CASES: Final[tuple[Case, ...]] = (*_products(),)
+"""All cases, names unique."""
