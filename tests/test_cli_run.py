@@ -247,6 +247,21 @@ def test_demo_agrees_on_both_models_with_four_ranks(tmp_path, capsys):
     assert run_main("run", "--checkpoint", directory, "--layer", 1, "--input", rows, "--samples", 1) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ranks", 3), "multiple of the number of ranks"),
+        (("--tokens", 10**6), "bytes of LICENSE"),
+        (("--text", "/nowhere"), "/nowhere"),
+        (("--keep", __file__), "keep: got"),
+        (("--plot", "x.docx"), ".png, .svg, .pdf"),
+    ],
+)
+def test_demo_names_what_is_wrong(words, message, capsys):
+    assert run_main("demo", *words) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_demo_fails_when_a_result_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr("megamoe.cli._evaluate.LIMIT", -1.0)
     assert run_main("demo", "--tokens", 8, "--ranks", 2) == 1
@@ -300,6 +315,7 @@ def test_bench_measures_checks_and_merges(tmp_path, capsys, monkeypatch):
         (("--routing", "all-remote"), "other ranks"),
         (("--experts", "4"), "topk"),
         (("--ranks", "5"), "multiple"),
+        (("--out", __file__), "out: got"),
     ],
 )
 def test_bench_refuses_before_it_measures(words, message, capsys):

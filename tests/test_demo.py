@@ -1,6 +1,7 @@
 """The tiny checkpoints have the form of the real ones, and the activations are what the model really feeds on."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors import safe_open
 
 from megamoe.demo_activations import byte_tokens, layer_input
 from megamoe.demo_checkpoint import FAMILIES, make_checkpoint
-from megamoe.errors import CheckpointError, InputError
+from megamoe.errors import CheckpointError, EngineError, InputError
 from megamoe.hf import Router, read_tensors
 
 pytest.importorskip("transformers")
@@ -144,6 +145,21 @@ def test_making_a_checkpoint_never_deletes_other_files(tmp_path):
     assert precious.read_text() == "keep"
     with pytest.raises(InputError, match="family"):
         make_checkpoint("gpt-2", tmp_path / "x")
+
+
+def test_without_transformers_the_way_out_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(EngineError, match=r"pip install 'megamoe\[transformers\]'"):
+        make_checkpoint("qwen3-moe", tmp_path / "x")
+
+
+def test_a_file_is_no_directory(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("keep")
+    for wrong in (file, file / "below"):
+        with pytest.raises(InputError, match="directory"):
+            make_checkpoint("qwen3-moe", wrong)
+    assert file.read_text() == "keep"
 
 
 def test_saved_activations_come_back(checkpoints, tmp_path):

@@ -134,9 +134,14 @@ def make_checkpoint(family: str, directory: str | Path, *, seed: int = 0) -> Pat
     if family not in FAMILIES:
         raise InputError("family", family, ", ".join(FAMILIES), "Pick one of the listed families.")
     target = Path(directory)
-    if target.exists() and any(target.iterdir()) and not (target / "config.json").exists():
-        raise InputError("directory", str(target), "an empty directory or an older checkpoint", "Choose another one.")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    allowed = "an empty or new directory, or one with an older checkpoint"
+    try:
+        foreign = target.exists() and any(target.iterdir()) and not (target / "config.json").exists()
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError("directory", str(target), allowed, f"{error}.") from error
+    if foreign:
+        raise InputError("directory", str(target), allowed, "Choose another one.")
     # Made beside its place and moved there when complete: a killed run leaves no half checkpoint behind.
     with quiet_transformers() as transformers, tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "checkpoint"

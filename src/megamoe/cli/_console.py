@@ -16,7 +16,17 @@ from rich.table import Table
 
 from megamoe.errors import InputError
 
-__all__ = ["PICTURES", "bars", "out", "plain_table", "print_json", "progress", "sparkline", "writable"]
+__all__ = [
+    "PICTURES",
+    "bars",
+    "out",
+    "plain_table",
+    "print_json",
+    "progress",
+    "sparkline",
+    "writable",
+    "writable_directory",
+]
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -60,6 +70,19 @@ def writable(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> No
         raise InputError(option, str(path), f"a file name that ends in {', '.join(suffixes)}", "Rename it.")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise InputError(option, str(path), "a file in a directory that exists and may be written", "Make it first.")
+
+
+def writable_directory(option: str, path: Path | None) -> None:
+    """Refuse, before the work starts, a directory that cannot be made or written.
+
+    Raises:
+        InputError: `path` is a file, or it, or the directory above that exists, may not be written.
+    """
+    if path is None:
+        return
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(option, str(path), "a directory that can be made or written", "Choose another one.")
 
 
 def plain_table(title: str) -> Table:

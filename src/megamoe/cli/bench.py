@@ -54,6 +54,7 @@ def command(
     if topic not in TOPICS:
         raise InputError("topic", topic, ", ".join(TOPICS), "Pick one of the listed topics.")
     _console.writable("plot", plot, _console.PICTURES)
+    _console.writable_directory("out", out)
     request = Request(
         models=tuple(model.split(",")),
         tokens=_numbers(tokens),

@@ -39,6 +39,7 @@ def command(
     from megamoe.demo_checkpoint import FAMILIES, make_checkpoint
 
     _console.writable("plot", plot, _console.PICTURES)
+    _console.writable_directory("keep", keep)
     evaluations = {}
     with _console.progress(quiet=as_json) as display, tempfile.TemporaryDirectory(prefix="megamoe-demo-") as scratch:
         root = keep or Path(scratch)
