@@ -13,7 +13,7 @@ from megamoe.reference import fma, swiglu
 def _run(
     engine: Engine, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, clamp: float | None = None
 ) -> dict[str, torch.Tensor]:
-    return engine.run(arithmetic("arithmetic", lambda: (gate, up, weight), clamp or 0.0, 0.0))
+    return engine.run(arithmetic("arithmetic", lambda: (gate, up, weight), clamp=clamp or 0.0))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -61,26 +61,44 @@ def _products() -> Iterator[Case]:
             )
 
 
-def arithmetic(name: str, operands: Callable[[], Operands], clamp: float, bound: float) -> Case:
-    """``conformance/arithmetic.cu`` on gate, up and weight, float32 ``[groups, 128]`` each."""
-    shape = operands()[0].shape
-    values = dict.fromkeys(("h", "silu", "fused", "first"), (tuple(shape), torch.float32))
+def arithmetic(
+    name: str, operands: Callable[[], Operands], *, activation: bool = True, clamp: float = 0.0, bound: float = 0.0
+) -> Case:
+    """``conformance/arithmetic.cu`` on gate, up and weight, float32 ``[groups, 128]`` each.
+
+    With the activation only it and the promotion are compared: a last bit of it can move a rounding to e4m3.
+    """
+    shape = tuple(operands()[0].shape)
+    values = dict.fromkeys(("h", "silu", "fused", "first"), (shape, torch.float32))
     return Case(
         name=name,
         source="conformance/arithmetic.cu",
         entry="arithmetic",
         inputs=lambda: dict(zip(("gate", "up", "weight"), operands(), strict=True)),
-        outputs={**values, "q": (tuple(shape), torch.uint8), "s": ((shape[0],), torch.float32)},
-        config={"kClamp": clamp},
+        outputs={**values, "q": (shape, torch.uint8), "s": ((shape[0],), torch.float32)},
+        config={"kActivation": activation, "kClamp": clamp},
         grid=shape[0],
         shared=1024,
         bound=bound,
+        ignored=("q", "s") if activation else (),
     )
 
 
 def _any_operands() -> Operands:
-    return any_float(1, 256, 128), any_float(2, 256, 128), any_float(3, 256, 128)
+    return any_float(1, 32, 128), any_float(2, 32, 128), any_float(3, 32, 128)
 
 
-CASES: Final[tuple[Case, ...]] = (*_products(),)
+def _usual_operands() -> Operands:
+    generator = torch.Generator().manual_seed(0)
+    gate = torch.linspace(-100, 100, 64 * 128).view(64, 128)
+    return gate, torch.randn(64, 128, generator=generator), torch.rand(64, 128, generator=generator)
+
+
+def _arithmetic() -> Iterator[Case]:
+    yield arithmetic("promotion-and-quantisation-any-bits", _any_operands, activation=False)
+    yield arithmetic("activation", _usual_operands, bound=1e-6)
+    yield arithmetic("activation-clamped", _usual_operands, clamp=10.0, bound=1e-6)
+
+
+CASES: Final[tuple[Case, ...]] = (*_products(), *_arithmetic())
 """All cases, names unique."""

@@ -1,12 +1,12 @@
 // The float32 arithmetic of math.cuh on plain arrays, so that a GPU, the simulator and the oracle can be compared.
 //
 // Grid of `groups` CTAs of 128 threads; thread t of CTA g has element i = 128 g + t.
-//   h[i]        silu(gate) * up * weight, with the clamp where it is above 0
-//   silu[i]     silu(gate)
+//   h[i]        silu(gate) * up * weight, with the clamp where it is above 0; gate itself without kActivation
+//   silu[i]     silu(gate), with kActivation
 //   fused[i]    promote(gate, up, weight), first[i] promote_first(gate, up)
 //   q[i], s[g]  h requantised over the group's 128 elements
 //
-// config: kClamp.
+// config: kActivation, kClamp.
 #include "config.cuh"
 #include "math.cuh"
 
@@ -32,9 +32,12 @@ extern "C" __global__ void __launch_bounds__(128) arithmetic(const __grid_consta
   const ptx::Smem row = ptx::shared_address(smem), amax_slots = row + 128 * 4;
   const float gate = p.gate[i], up = p.up[i], weight = p.weight[i];
   constexpr float kClamp = config::kClamp;
-  const float h = kClamp > 0.0f ? math::swiglu_clamped(gate, up, weight, kClamp) : math::swiglu(gate, up, weight);
+  float h = gate;
+  if constexpr (config::kActivation) {
+    h = kClamp > 0.0f ? math::swiglu_clamped(gate, up, weight, kClamp) : math::swiglu(gate, up, weight);
+    p.silu[i] = math::silu(gate);
+  }
   p.h[i] = h;
-  p.silu[i] = math::silu(gate);
   p.fused[i] = math::promote(gate, up, weight);
   p.first[i] = math::promote_first(gate, up);
 

@@ -1,0 +1,59 @@
+"""The conformance cases without a GPU: they run, in the checked simulator too, and the comparison can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamoe.bench.conformance import Case, Recorded, Simulator, compare, digest, record, rows
+from megamoe.bench.conformance_cases import CASES
+from megamoe.sim.requirements import missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+_BY_NAME = {case.name: case for case in CASES}
+
+
+def test_names_are_unique() -> None:
+    assert len(_BY_NAME) == len(CASES)
+
+
+@pytest.mark.parametrize("name", [n for n in _BY_NAME if not n.startswith("wgmma")])
+def test_two_schedules_agree(name: str) -> None:
+    case = _BY_NAME[name]
+    first, second = Simulator(seed=1, checked=True).run(case), Simulator(seed=2).run(case)
+    assert digest(first) == digest(second)
+
+
+def test_products_are_exact_sums_of_integers() -> None:
+    case = _BY_NAME["wgmma-n24-integers"]
+    x, y = (t.double() for t in case.inputs().values())
+    out = Simulator(checked=True).run(case)["out"].double()
+    for source in range(2):
+        assert torch.equal(out[0, source], x @ y.T)
+        assert torch.equal(out[1, source], y @ x.T)
+
+
+def test_recorded_outputs_are_the_engines(tmp_path: Path) -> None:
+    cases = [_BY_NAME["wgmma-n8-integers"], _BY_NAME["promotion-and-quantisation-any-bits"]]
+    record(tmp_path, Simulator(), cases)
+    made = rows(cases, Recorded(tmp_path), Simulator(seed=3))
+    assert [row["ok"] for row in made] == [True, True]
+    assert all(row["sha256"] == row["sha256_simulator"] for row in made)
+
+
+def _case(bound: float) -> Case:
+    return Case("c", "", "", dict, {"f": ((4,), torch.float32), "b": ((4,), torch.uint8)}, bound=bound)
+
+
+def test_comparison_tells_exact_from_bounded() -> None:
+    nan = float("nan")
+    given = {"f": torch.tensor([1.0, 2.0, nan, 0.0]), "b": torch.arange(4, dtype=torch.uint8)}
+    near = {**given, "f": torch.tensor([1.0, 2.0000002, -nan, 0.0])}
+    assert compare(_case(0.0), given, {n: t.clone() for n, t in given.items()})["ok"]
+    assert not compare(_case(0.0), given, near)["ok"]
+    assert compare(_case(1e-6), given, near)["ok"]
+    assert not compare(_case(1e-6), given, {**given, "f": torch.tensor([1.0, nan, 2.0, 0.0])})["ok"]
+    assert not compare(_case(1e-6), given, {**given, "b": torch.ones(4, dtype=torch.uint8)})["ok"]
