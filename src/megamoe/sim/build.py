@@ -25,7 +25,7 @@ from megamoe.cuda.sources import CONFIG_HEADER, KERNELS, Config, config_header, 
 from megamoe.errors import CompileError
 from megamoe.sim.requirements import require
 
-__all__ = ["Kernel", "build_all", "library", "worker"]
+__all__ = ["Kernel", "build_all", "entries", "library", "worker"]
 
 HERE: Final = Path(__file__).resolve().parent
 
@@ -33,7 +33,7 @@ _COMMON: Final = (
     "-std=c++17",
     "-mavx2",
     "-mfma",
-    "-g",
+    "-gdwarf-4",  # addr2line of binutils 2.40 mixes up file names of version 5
     "-fno-strict-aliasing",
     "-fno-stack-protector",
     "-pthread",
@@ -53,6 +53,7 @@ _KERNEL: Final = (
     "-fno-crossjumping",
     "-fno-tree-tail-merge",
     "-fno-ipa-icf",
+    "-fno-delete-null-pointer-checks",
     "-w",
 )
 _ENTRY: Final = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+)\s*\(')
@@ -172,6 +173,11 @@ def worker() -> Path:
     return _once(_directory() / f"worker-{key}", _compile_worker)
 
 
+def entries(path: Path) -> list[str]:
+    """Names of the ``extern "C"`` kernels that a file defines itself."""
+    return _ENTRY.findall(path.read_text())
+
+
 def library(kernel: Kernel, *, checked: bool) -> Path:
     """The library of one kernel file in one configuration, with all of its kernels, built on first use.
 
@@ -191,8 +197,8 @@ def library(kernel: Kernel, *, checked: bool) -> Path:
             here = Path(scratch)
             (here / CONFIG_HEADER).write_text(header)
             unit = here / "unit.cpp"
-            entries = "".join(f"MEGAMOE_SIM_KERNEL({name})\n" for name in _ENTRY.findall(kernel.path.read_text()))
-            unit.write_text(f'#include "{kernel.path}"\n{entries}')
+            kernels = "".join(f"MEGAMOE_SIM_KERNEL({name})\n" for name in entries(kernel.path))
+            unit.write_text(f'#include "{kernel.path}"\n{kernels}')
             includes = [f"-I{d}" for d in (here, *dirs)]
             compiled = here / "unit.o"
             _run(["g++", *flags, *includes, "-c", str(unit), "-o", str(compiled)], kernel.path.name)

@@ -19,7 +19,7 @@ from megamoe.sim.simulation import Expiry, Launch, Mutation, Simulation
 
 __all__ = ["MODULES", "Prepared", "Runner", "SimPlan", "find", "plans"]
 
-MODULES: Final = ("megamoe.sim.selftest", "megamoe.sim.gemm")
+MODULES: Final = ("megamoe.sim.selftest", "megamoe.sim.gemm", "megamoe.sim.fused")
 """Modules with plans; each has a function ``simulated() -> Iterable[SimPlan]``."""
 
 
@@ -31,11 +31,13 @@ class Prepared:
         launches: what runs at once.
         check: called after a run without findings; a sentence about what is wrong with the outcome, or None.
         again: further launches of the same call, each after the one before it has ended.
+        between: called before the launches of `again` with the same index, to put the next call's inputs in place.
     """
 
     launches: Sequence[Launch]
     check: Callable[[], str | None]
     again: Sequence[Sequence[Launch]] = ()
+    between: Sequence[Callable[[], None]] = ()
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,10 @@ class Runner:
 
     def _stages(self) -> Iterator[Sequence[Launch]]:
         yield self.prepared.launches
-        yield from self.prepared.again
+        for index, stage in enumerate(self.prepared.again):
+            if index < len(self.prepared.between):
+                self.prepared.between[index]()
+            yield stage
 
 
 def _merge(reports: Sequence[Report]) -> Report:

@@ -70,11 +70,18 @@ def _raw(argument: Argument) -> bytes:
 
 
 def _options(
-    seed: int, checked: bool, expiry: Expiry, mutation: Mutation | None, record_sites: bool, step_limit: int | None
+    seed: int,
+    checked: bool,
+    expiry: Expiry,
+    mutation: Mutation | None = None,
+    record_sites: bool = False,
+    step_limit: int | None = None,
+    watchdog: int | None = None,
 ) -> list[str]:
     lines = [f"option seed {seed}", f"option checked {int(checked)}", f"option expiry {expiry}"]
-    if step_limit is not None:
-        lines.append(f"option step_limit {step_limit}")
+    for name, limit in (("step_limit", step_limit), ("watchdog", watchdog)):
+        if limit is not None:
+            lines.append(f"option {name} {limit}")
     if record_sites:
         lines.append("option record_sites 1")
     if mutation is not None:
@@ -255,6 +262,7 @@ class Simulation:
         mutation: Mutation | None = None,
         record_sites: bool = False,
         step_limit: int | None = None,
+        watchdog: int | None = None,
         timeout: float = 300.0,
     ) -> Report:
         """Run all launches on all their ranks at once, on the memory as it is now.
@@ -267,6 +275,7 @@ class Simulation:
             mutation: weaken a synchronisation call.
             record_sites: list the synchronisation calls that were executed, in ``report.sites``.
             step_limit: scheduler steps without any change before it is a livelock.
+            watchdog: seconds without a scheduling point before the run ends (a plain spin never reaches one).
             timeout: seconds until the worker is given up.
 
         Raises:
@@ -275,7 +284,7 @@ class Simulation:
         """
         w = self._ready()
         self._describe(w, launches, checked)
-        for line in _options(seed, checked, expiry, mutation, record_sites, step_limit):
+        for line in _options(seed, checked, expiry, mutation, record_sites, step_limit, watchdog):
             w.send(line)
         answer = w.ask("run", timeout)
         findings = [Finding(kind, resolve(text, w.libraries)) for kind, text in answer.get("findings", [])]
@@ -308,7 +317,7 @@ class Simulation:
         memory = directory / "arena.bin"
         size = self.arena.dump(memory)
         lines = [f"arena {memory.resolve()} {self.arena.base} {size} private", *recorder.lines]
-        lines += [*_options(seed, checked, expiry, None, False, None), "option watchdog 0", "run"]
+        lines += [*_options(seed, checked, expiry, watchdog=0), "run"]
         (directory / "job.txt").write_text("\n".join(lines) + "\n")
         return [str(worker())]
 

@@ -47,15 +47,13 @@ std::string address_name(const void* p) {
       return format("shared[rank %u cta %u]%+ld", c->rank, c->id_in_grid(), static_cast<long>(q - c->shared));
     }
   }
-  const Buffer* nearest = nullptr;
+  if (const Buffer* b = find_buffer(p)) return format("%s+%ld", b->label.c_str(), static_cast<long>(q - b->begin));
+  const Buffer* before = nullptr;  // an overrun is more likely than an underrun
   for (auto& b : machine.buffers) {
-    if (q >= b.begin && q < b.begin + b.bytes) return format("%s+%ld", b.label.c_str(), static_cast<long>(q - b.begin));
-    if (q >= b.begin - 4096 && q < b.begin + b.bytes + 4096) nearest = &b;
+    if (b.begin <= q) before = &b;
   }
-  if (nearest) {
-    const long past = q - (nearest->begin + nearest->bytes);
-    return past >= 0 ? format("%s, %ld bytes past its end", nearest->label.c_str(), past)
-                     : format("%s%+ld", nearest->label.c_str(), static_cast<long>(q - nearest->begin));
+  if (before && q < arena_begin + arena_bytes) {
+    return format("%s, %ld bytes past its end", before->label.c_str(), static_cast<long>(q - before->begin - before->bytes));
   }
   return format("%p", p);
 }

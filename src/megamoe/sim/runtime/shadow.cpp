@@ -28,6 +28,8 @@ Cell* find_cell(const u8* p, bool* shared) {
   return c ? c->cells + (static_cast<u64>(p - (c->shared - kSharedBefore)) >> 2) : nullptr;
 }
 
+bool strong(Access a) { return a == Access::strong_gpu || a == Access::strong_sys; }
+
 const char* describe(Access kind, bool write) {
   switch (kind) {
     case Access::async: return write ? "async write" : "async read";
@@ -44,6 +46,12 @@ struct Conflict {
   const u8* address;
 };
 
+constexpr const char* kInUse = "OVERWRITTEN while in use by a copy or product";
+
+const char* plain_reason(Access old) {
+  return old == Access::async ? "RACE with a copy" : strong(old) ? "RACE of a plain and a relaxed access" : "RACE";
+}
+
 void race(const Conflict& now, const Cell& c, bool old_write, const char* reason) {
   const u32 site = old_write ? c.write_pc : c.read_pc, other = old_write ? c.write_component : c.read_component;
   const char* old = describe(old_write ? c.write : c.read, old_write);
@@ -52,8 +60,6 @@ void race(const Conflict& now, const Cell& c, bool old_write, const char* reason
                              address_name(now.address).c_str(), now.what, at(now.site).c_str(), now.who.c_str(), old,
                              at(site).c_str(), component_name(other).c_str()));
 }
-
-bool strong(Access a) { return a == Access::strong_gpu || a == Access::strong_sys; }
 
 template <class Visit>
 void each_cell(const u8* p, u64 n, Visit visit) {
@@ -88,6 +94,8 @@ void note_read(Cell& c, const Fiber* f, u8 mask, Access kind, u32 site) {
 
 void note_write(Cell& c, const Fiber* f, u8 mask, Access kind, u32 site) {
   const u32 tick = component(f->clock, kSeen, f->id);
+  // One write is remembered; a relaxed one must not always hide an ordinary one, which more accesses would race with.
+  if (strong(kind) && c.write != Access::none && !strong(c.write) && (random_bits() & 1)) return;
   if (c.write == kind && c.write_component == f->id && c.write_tick == tick) {
     c.write_mask |= mask;
     c.write_pc = site;
@@ -108,14 +116,14 @@ void plain_access(Fiber* f, const u8* p, u64 n, bool write, u32 site) {
   each_cell(p, n, [&](Cell& c, u8 mask, bool, const u8* address) {
     const auto conflict = [&] { return Conflict{write ? "write" : "read", thread_name(f), site, address}; };
     if (c.write != Access::none && (c.write_mask & mask) && seen[c.write_component] < c.write_tick) {
-      race(conflict(), c, true, c.write == Access::async ? "RACE with a copy" : "RACE");
+      race(conflict(), c, true, plain_reason(c.write));
     }
     if (!write) {
       note_read(c, f, mask, Access::plain, site);
       return;
     }
     if (c.read != Access::none && (c.read_mask & mask) && seen[c.read_component] < c.read_tick) {
-      race(conflict(), c, false, c.read == Access::async ? "OVERWRITTEN while in use by a copy or product" : "RACE");
+      race(conflict(), c, false, c.read == Access::async ? kInUse : plain_reason(c.read));
     }
     note_write(c, f, mask, Access::plain, site);
   });
@@ -172,7 +180,7 @@ void async_access(const AsyncIssue& issue, const u8* p, u64 n, bool write) {
       return;
     }
     if (c.read != Access::none && seen[c.read_component] < c.read_tick) {
-      race(conflict(), c, false, c.read == Access::async ? "OVERWRITTEN while in use by a copy or product" : "OVERWRITTEN before a read");
+      race(conflict(), c, false, c.read == Access::async ? kInUse : "OVERWRITTEN before a read");
     }
     c.write = Access::async;
     c.write_component = static_cast<u16>(issue.component);

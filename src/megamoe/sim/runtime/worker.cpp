@@ -21,6 +21,8 @@
 
 #include "state.h"
 
+extern "C" void* __tls_get_addr(size_t*);
+
 namespace sim {
 namespace {
 
@@ -81,6 +83,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
     const char* kind = signal == SIGALRM ? "watchdog" : "crash";
     const std::string what = signal == SIGALRM ? format("no scheduling point for %u seconds (a plain spin?)", machine.options.watchdog_seconds)
                              : signal == SIGFPE ? std::string("integer division by zero")
+                             : signal == SIGILL ? std::string("a place that the compiler holds for unreachable")
                                                 : "access of " + address_name(info->si_addr);
     machine.findings.push_back({kind, format("%s, %s by %s", what.c_str(), at(pc).c_str(), thread_name(fiber()).c_str())});
     answer();
@@ -97,7 +100,7 @@ void install_signals() {
   struct sigaction action {};
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  for (const int s : {SIGSEGV, SIGBUS, SIGALRM, SIGFPE}) sigaction(s, &action, nullptr);
+  for (const int s : {SIGSEGV, SIGBUS, SIGALRM, SIGFPE, SIGILL}) sigaction(s, &action, nullptr);
 }
 
 [[noreturn]] void refuse(const std::string& why) {
@@ -123,11 +126,13 @@ void load_module(const std::string& path) {
   };
   m.begin = m.base;
   dl_iterate_phdr(visit, &m);
-  void* statics = nullptr;
-  if (m.statics_bytes && !dlinfo(handle, RTLD_DI_TLS_DATA, &statics) && statics) {
-    m.statics = static_cast<long>(reinterpret_cast<u64>(statics) - scheduler_block());
-  } else if (m.statics_bytes) {
-    refuse("static shared memory of " + path + " is not where it should be");
+  if (m.statics_bytes) {
+    size_t index[2] = {0, 0};
+    dlinfo(handle, RTLD_DI_TLS_MODID, &index[0]);
+    m.statics = static_cast<long>(reinterpret_cast<u64>(__tls_get_addr(index)) - scheduler_block());
+    if (m.statics >= 0 || -m.statics > static_cast<long>(kSharedBytes + kSharedBefore)) {
+      refuse("static shared memory of " + path + " is too large");
+    }
   }
   modules.push_back(m);
   handles.push_back(handle);

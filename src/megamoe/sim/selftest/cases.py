@@ -15,7 +15,7 @@ from megamoe.formats.fp8_block import E4M3
 from megamoe.sim.build import Kernel
 from megamoe.sim.memory import Buffer, encode_tensor_map
 from megamoe.sim.plans import Prepared, SimPlan
-from megamoe.sim.simulation import Launch, Simulation
+from megamoe.sim.simulation import Argument, Launch, Simulation
 
 __all__ = ["BUGS", "gemm", "handshake", "moe", "simulated"]
 
@@ -61,7 +61,7 @@ BUGS: Final[dict[str, tuple[str, ...]]] = {
 """Planted mistakes of each kernel, by the number that its `bug` argument takes; "none: ..." is no mistake there."""
 
 
-def _structure(name: str, *fields: tuple[str, Any]) -> type[ctypes.Structure]:
+def _structure(name: str, *fields: tuple[str, Any]) -> Any:
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -154,7 +154,7 @@ def gemm(
     sums = sim.buffer("row_sums", (m,), torch.float32)
     done = sim.buffer("done", torch.zeros(m // 128, dtype=torch.int32))
     pointers = [put["a_scales"].address, put["b_scales"].address, out.address, sums.address, done.address]
-    arguments = [
+    arguments: list[Argument] = [
         _map(put["a"], "uint8", (128, 128)),
         _map(put["b"], "uint8", (128, columns // cluster)),
         _map(out, "bfloat16", (64, 64)),
@@ -232,7 +232,8 @@ def moe(sim: Simulation, bug: int = 0, *, ctas: int = 4) -> Prepared:
         }
         for r in range(2)
     ]
-    arguments, outs = [], []
+    arguments: list[list[Argument]] = []
+    outs = []
     for r in range(2):
         put = {name: sim.buffer(name, t, rank=r, read_only=True) for name, t in inputs[r].items()}
         mid = sim.buffer("h", (local * 128, i), torch.uint8, rank=r, poison=0)

@@ -1,0 +1,219 @@
+"""The fused kernel in the simulator: ranks with their memory, two calls in a row with different routing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from megamoe import reference
+from megamoe.cuda.arena import REPORT_WORDS, Params
+from megamoe.cuda.fused import KERNEL, Buffers, Maps, fill_params, job, sizes_of, tensor_maps
+from megamoe.cuda.launch import aligned
+from megamoe.cuda.plan import THREADS, Plan
+from megamoe.cuda.relayout import KernelWeights, relayout
+from megamoe.formats import fp8_block
+from megamoe.sim.build import Kernel
+from megamoe.sim.memory import encode_tensor_map
+from megamoe.sim.plans import Prepared, SimPlan
+from megamoe.sim.simulation import Launch, Simulation
+from megamoe.spec import MoESpec
+from megamoe.weights import ExpertWeights
+
+__all__ = ["CASES", "FusedCase", "simulated"]
+
+ERROR: Final = 8e-3
+"""End-to-end bound of the numerical contract."""
+
+SPEC: Final = MoESpec(hidden=512, intermediate=256, experts=8, topk=2, clamp=10.0)
+
+
+@dataclass(frozen=True)
+class FusedCase:
+    """A layer and two calls.
+
+    Attributes:
+        plan: the kernel's configuration.
+        tokens: tokens of each rank in the first call, then in the second.
+        grid: CTAs of a rank.
+        hot: every route of the first call goes to this expert.
+        spec: the layer.
+    """
+
+    plan: Plan
+    tokens: tuple[tuple[int, ...], tuple[int, ...]]
+    grid: int = 3
+    hot: int | None = None
+    spec: MoESpec = SPEC
+
+
+_SMALL: Final = replace(SPEC, hidden=256, intermediate=128, experts=4)
+
+CASES: Final = {
+    "wide": FusedCase(Plan(swap=False, stages=2), ((70, 33), (9, 140)), spec=replace(_SMALL, intermediate=256)),
+    "swap": FusedCase(Plan(wide=False, stages=3, pulled_rows=2), ((40, 40), (17, 0))),
+    "mixed": FusedCase(Plan(stages=2, pulled_rows=2), ((150, 20), (0, 90)), hot=5, spec=replace(SPEC, experts=6)),
+    "waves": FusedCase(
+        Plan(wide=False, stages=2, wave_experts=1, pulled_rows=3), ((40, 31), (40, 8)), spec=replace(SPEC, topk=3)
+    ),
+    "lag": FusedCase(Plan(stages=2, wave_experts=2, lag=1, staging_buffers=2), ((80, 20), (20, 80)), grid=4),
+    "alone": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), spec=_SMALL),
+    "nothing": FusedCase(Plan(wide=False, stages=2), ((0, 0), (0, 1)), spec=_SMALL),
+    "four-ranks": FusedCase(
+        Plan(wide=False, stages=2, wave_experts=1), ((5, 0, 9, 1), (2, 8, 0, 0)), grid=2, spec=_SMALL
+    ),
+}
+
+
+def _weights(spec: MoESpec) -> ExpertWeights:
+    g = torch.Generator().manual_seed(0)
+    e, h, i = spec.experts, spec.hidden, spec.intermediate
+    w13, s13 = fp8_block.quantize_weights(torch.randn(e, 2 * i, h, generator=g) / h**0.5)
+    w2, s2 = fp8_block.quantize_weights(torch.randn(e, h, i, generator=g) / i**0.5)
+    return ExpertWeights(format="fp8_block", w13=w13, w2=w2, w13_scale=s13, w2_scale=s2)
+
+
+def _part(weights: ExpertWeights, rank: int, local: int) -> ExpertWeights:
+    part = slice(rank * local, (rank + 1) * local)
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    return ExpertWeights(
+        format="fp8_block",
+        w13=weights.w13[part],
+        w2=weights.w2[part],
+        w13_scale=weights.w13_scale[part],
+        w2_scale=weights.w2_scale[part],
+        first_expert=rank * local,
+    )
+
+
+@dataclass(frozen=True)
+class _Input:
+    q: torch.Tensor
+    scales: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    wanted: torch.Tensor
+
+
+def _input(case: FusedCase, full: ExpertWeights, tokens: int, seed: int, hot: int | None) -> _Input:
+    spec = case.spec
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, spec.hidden, generator=g).bfloat16()
+    q, scales = fp8_block.quantize_activations(x, spec.input_scales)
+    ids = torch.rand(tokens, spec.experts, generator=g).argsort(dim=1)[:, : spec.topk].int()
+    if hot is not None:
+        ids[:, :] = hot
+    if tokens > 4:
+        ids[3, 0] = -1
+        ids[4] = -1
+    weights = torch.rand(tokens, spec.topk, generator=g) + 0.1
+    wanted = reference.forward(spec, full, (q, scales), ids, weights)
+    assert isinstance(wanted, torch.Tensor)
+    return _Input(q, scales, ids, weights, wanted)
+
+
+class _Ranks:
+    """The ranks of one case in a simulation."""
+
+    def __init__(self, case: FusedCase, sim: Simulation) -> None:
+        spec, ranks = case.spec, len(case.tokens[0])
+        self.case = case
+        self.full = _weights(spec)
+        capacity = max(1, *(n for call in case.tokens for n in call))
+        self.sizes = sizes_of(spec, ranks, capacity)
+        self.buffers = []
+        self.params: list[Params] = []
+        self.maps: list[Maps] = []
+        work = job(case.plan, self.sizes)
+        self.kernel = Kernel.of(work.source, KERNEL, work.config)
+        for r in range(ranks):
+            plain = Buffers.allocate(self.sizes, "cpu")
+            self.buffers.append(
+                Buffers(
+                    self.sizes,
+                    sim.buffer(f"arena{r}", plain.arena, rank=r, peers=True).tensor,
+                    sim.buffer(f"workspace{r}", plain.workspace, rank=r).tensor,
+                )
+            )
+        arenas = [b.arena.data_ptr() for b in self.buffers]
+        for r in range(ranks):
+            made = KernelWeights.empty(spec, self.sizes.local_experts, "cpu")
+            relayout(spec, _part(self.full, r, self.sizes.local_experts), made)
+            names = ("w13", "w13_scales", "w2", "w2_scales")
+            placed = KernelWeights(
+                *(sim.buffer(f"{n}_{r}", getattr(made, n), rank=r, read_only=True).tensor for n in names)
+            )
+            report = sim.buffer(f"report{r}", torch.zeros(REPORT_WORDS, dtype=torch.int32), rank=r)
+            params = aligned(Params)
+            fill_params(
+                params,
+                spec,
+                r,
+                self.buffers[r],
+                arenas,
+                placed,
+                timeout_ns=10**9,
+                report=report.tensor.data_ptr(),
+            )
+            self.params.append(params)
+            maps = aligned(Maps)
+            for target, map_spec in zip(maps.maps, tensor_maps(self.buffers[r]), strict=True):
+                target.set(encode_tensor_map(map_spec))
+            self.maps.append(maps)
+
+    def stage(self, sim: Simulation, call: int) -> tuple[list[_Input], list[torch.Tensor], list[Launch]]:
+        """Inputs of one call, where its outputs will be, and its launches."""
+        case, spec = self.case, self.case.spec
+        inputs, outs, launches = [], [], []
+        shared = case.plan.shared(self.sizes).total
+        for r, tokens in enumerate(case.tokens[call]):
+            given = _input(case, self.full, tokens, 100 * call + r, case.hot if call == 0 else None)
+            out = sim.buffer(
+                f"out{call}_{r}", torch.full((max(1, tokens), spec.hidden), float("nan")).bfloat16(), rank=r
+            )
+            params = Params.from_buffer_copy(self.params[r])
+            params.out, params.out_stride, params.tokens = out.tensor.data_ptr(), spec.hidden, tokens
+            arguments = [None] * r + [[self.maps[r], params]]
+            launches.append(Launch(self.kernel, case.grid, THREADS, arguments, shared=shared))
+            inputs.append(given)
+            outs.append(out.tensor[:tokens])
+        return inputs, outs, launches
+
+    def write(self, inputs: Sequence[_Input]) -> None:
+        """Put the staged inputs of a call into the arenas."""
+        for buffers, given in zip(self.buffers, inputs, strict=True):
+            n = given.q.shape[0]
+            for name, value in (
+                ("x", given.q.view(torch.uint8)),
+                ("x_scales", given.scales),
+                ("ids", given.ids),
+                ("route_weights", given.weights),
+            ):
+                buffers.view(name)[: n * value.shape[1]] = value.flatten()
+
+
+def _prepare(case: FusedCase, sim: Simulation) -> Prepared:
+    ranks = _Ranks(case, sim)
+    staged = [ranks.stage(sim, call) for call in range(2)]
+    ranks.write(staged[0][0])
+
+    def check() -> str | None:
+        for call, (inputs, outs, _) in enumerate(staged):
+            for r, (given, out) in enumerate(zip(inputs, outs, strict=True)):
+                if given.q.shape[0]:
+                    error = reference.relative_error(out, given.wanted)
+                    if not error < ERROR:
+                        return f"call {call}, rank {r}: relative error {error:.2e}, allowed {ERROR:.0e}"
+        return None
+
+    return Prepared(staged[0][2], check, again=[staged[1][2]], between=[lambda: ranks.write(staged[1][0])])
+
+
+def simulated() -> Iterator[SimPlan]:
+    """Every case of `CASES`."""
+    for name, case in CASES.items():
+        yield SimPlan(f"fused/{name}", functools.partial(_prepare, case))
