@@ -177,11 +177,11 @@ def test_wrong_operands_are_refused_before_the_launch(field: str, change: Callab
     assert len(driver.launches) == 1
 
 
-def test_a_single_kblock_is_refused() -> None:
-    plan, a = GemmPlan(), torch.zeros(128, 128).to(torch.float8_e4m3fn)
-    problem = problem_from(plan, [128], a, torch.ones(128, 1), a.view(1, 128, 128), torch.ones(1, 1, 1))
-    with pytest.raises(InputError, match="at least 256"):
-        GroupedGemm(plan, driver=FakeDriver(SIZES))(problem, stream=0)
+def test_a_depth_of_part_blocks_is_refused() -> None:
+    problem, _ = _problem(GemmPlan())
+    narrower = replace(problem, a=problem.a[:, :600].contiguous(), b=problem.b[:, :, :600].contiguous())
+    with pytest.raises(InputError, match="depth 600"):
+        GroupedGemm(GemmPlan(), driver=FakeDriver(SIZES))(narrower, stream=0)
 
 
 def test_bench_workload_is_judged_by_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:

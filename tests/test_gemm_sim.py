@@ -61,6 +61,7 @@ def test_plans_agree_bit_by_bit() -> None:
 
 
 @pytest.mark.parametrize("plan", [PLANS["wide"], PLANS["narrow"]], ids=lambda p: p.name)
-def test_fewest_kblocks(plan: GemmPlan) -> None:
-    got, wanted = _results(plan, "shallow", range(5), range(1))
+@pytest.mark.parametrize("name", ["shallow", "flat"])
+def test_fewer_kblocks_than_stages(plan: GemmPlan, name: str) -> None:
+    got, wanted = _results(plan, name, range(5), range(1))
     assert relative_error(got, wanted) < 2e-3

@@ -31,6 +31,7 @@ CASES: Final = {
     "ragged": GemmCase((384, 128, 0, 256, 200, 77), 640, 896),
     # Fewest k-blocks, fewer than the ring has stages.
     "shallow": GemmCase((130, 1), 256, 256),
+    "flat": GemmCase((200, 7), 256, 128),
     # Small enough for many simulated schedules.
     "tiny": GemmCase((300, 0, 128), 384, 640),
     "deep": GemmCase((256, 128), 512, 4096),

@@ -150,7 +150,8 @@ struct MathWarpgroup {
     promote<1, First>(partials[1]);
   }
 
-  // Computes `finals` of one tile of at least two k-blocks. Two pieces of other work run under products:
+  // Computes `finals` of one tile. Two pieces of other work run under products (the second one after them where a 256
+  // wide tile has a single k-block):
   //   under_first()  while `finals` still holds the previous tile
   //   under_last()   when columns 0 .. kColumnsUnderLast - 1 of this tile are final
   // Both must be free of divergent branches.
@@ -161,15 +162,23 @@ struct MathWarpgroup {
       block_serial<true>(under_first, nothing);
 #pragma unroll 1
       for (int k = 1; k < kblocks - 1; ++k) block_serial<false>(nothing, nothing);
-      block_serial<false>(nothing, under_last);
+      if (kblocks > 1) {
+        block_serial<false>(nothing, under_last);
+      } else {
+        under_last();
+      }
     } else {
       ready = false;
       wait_full();
       issue<0>(partials[0], ring.stage);
-      block_overlapped<true, false>(under_first, nothing);
+      if (kblocks > 1) {
+        block_overlapped<true, false>(under_first, nothing);
 #pragma unroll 1
-      for (int k = 1; k < kblocks - 1; ++k) block_overlapped<false, false>(nothing, nothing);
-      block_overlapped<false, true>(nothing, under_last);
+        for (int k = 1; k < kblocks - 1; ++k) block_overlapped<false, false>(nothing, nothing);
+        block_overlapped<false, true>(nothing, under_last);
+      } else {
+        block_overlapped<true, true>(under_first, under_last);
+      }
     }
   }
 };
