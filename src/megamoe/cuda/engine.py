@@ -6,7 +6,6 @@ stream, forked from the caller's stream and joined to it again, so that their ke
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -15,8 +14,8 @@ import torch
 
 from megamoe.cuda.arena import REPORT_WORDS, TRACE_EVENTS, TRACE_ROLES, Params, allocation_report
 from megamoe.cuda.driver import Driver, LaunchConfig, open_driver
-from megamoe.cuda.fused import KERNEL, Buffers, fill_params, job, sizes_of, tensor_maps
-from megamoe.cuda.launch import Kernel, Library, TensorMap, TensorMaps, aligned
+from megamoe.cuda.fused import KERNEL, Buffers, Maps, fill_params, job, sizes_of, tensor_maps
+from megamoe.cuda.launch import Kernel, Library, TensorMaps, aligned
 from megamoe.cuda.plan import THREADS, Plan
 from megamoe.cuda.relayout import KernelWeights, relayout
 from megamoe.cuda.select import select_plan
@@ -43,10 +42,6 @@ _PHASES: Final = {
 """`Phase` of kernels/sync.cuh, in words."""
 
 
-class _Maps(ctypes.Structure):
-    _fields_ = (("maps", TensorMap * 4),)
-
-
 @dataclass
 class _Rank:
     """One hosted rank: memory, arguments and kernels by plan."""
@@ -56,7 +51,7 @@ class _Rank:
     weights: KernelWeights
     report: torch.Tensor
     params: Params
-    maps: _Maps
+    maps: Maps
     stream: torch.cuda.Stream | None
     x: torch.Tensor
     x_scales: torch.Tensor
@@ -162,7 +157,7 @@ class CudaEngine:
             weights=KernelWeights.empty(self.spec, sizes.local_experts, self.device),
             report=torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=True),
             params=aligned(Params),
-            maps=aligned(_Maps),
+            maps=aligned(Maps),
             stream=torch.cuda.Stream(self.device) if ranks > 1 else None,  # type: ignore[no-untyped-call]
             x=buffers.view("x").view(sizes.capacity, sizes.hidden),
             x_scales=buffers.view("x_scales").view(sizes.capacity, sizes.hidden // BLOCK),
@@ -195,7 +190,9 @@ class CudaEngine:
                     "call", "a first call inside a graph capture", "a warmed-up layer", "Call warmup(bound) first."
                 )
             work = job(plan, self._sizes, self._info.arch)
-            library = Library(self._driver, compile_kernel(work.source, work.config, work.arch))
+            # Time stamps cost a tracing plan a few spilled registers, which no other plan may have.
+            compiled = compile_kernel(work.source, work.config, work.arch, policy="warn" if plan.trace else None)
+            library = Library(self._driver, compiled)
             config = LaunchConfig(threads=THREADS, dynamic_shared=plan.shared(self._sizes).total)
             kernels = [Kernel(library, KERNEL, self._ordinal, config, [r.maps, r.params]) for r in self._ranks]
             self._libraries.append(library)

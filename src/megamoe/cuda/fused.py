@@ -16,12 +16,13 @@ import torch
 
 from megamoe.cuda.arena import ARENA, MAX_RANKS, WORKSPACE, Field, Params, Sizes, offsets, total_bytes
 from megamoe.cuda.driver import TensorMapSpec
+from megamoe.cuda.launch import TensorMap
 from megamoe.cuda.plan import Plan
 from megamoe.cuda.relayout import KernelWeights
 from megamoe.cuda.toolchain import Job
 from megamoe.spec import BLOCK, MoESpec
 
-__all__ = ["SOURCE", "Buffers", "fill_params", "job", "sizes_of", "tensor_maps"]
+__all__ = ["KERNEL", "SOURCE", "Buffers", "Maps", "fill_params", "job", "sizes_of", "tensor_maps"]
 
 SOURCE: Final = "mega_sm90.cu"
 KERNEL: Final = "mega"
@@ -35,6 +36,12 @@ _DTYPES: Final = {
     "uint4": torch.int32,
     "__nv_bfloat16": torch.bfloat16,
 }
+
+
+class Maps(ctypes.Structure):
+    """The kernel's first parameter, see `tensor_maps`."""
+
+    _fields_ = (("maps", TensorMap * 4),)
 
 
 def sizes_of(spec: MoESpec, ranks: int, max_tokens: int) -> Sizes:

@@ -28,7 +28,7 @@ WEIGHT_ROWS: Final = 256
 STAGING_BYTES: Final = 64 * (256 + 16)
 """One staging buffer of a math warpgroup: 64 rows of 256 bytes, 16 bytes of padding each."""
 
-FACT_WORDS: Final = 5
+FACT_WORDS: Final = 6
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32
 PULL_ALIGNMENT: Final = 128

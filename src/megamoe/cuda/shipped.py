@@ -6,10 +6,12 @@ Whoever adds a kernel or a plan adds it to `shipped`: nobody sees the spills of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
-from megamoe.cuda import gemm, staging
+from megamoe.bench.models import MODELS
+from megamoe.cuda import fused, gemm, staging
+from megamoe.cuda.select import select_plan
 from megamoe.cuda.toolchain import ARCHITECTURES, Job
 from megamoe.spec import ScaleFormat
 
@@ -37,6 +39,17 @@ def _gemm() -> Iterator[Shipped]:
         yield Shipped(f"gemm-{plan.name}", (gemm.job(plan),))
 
 
+def _fused() -> Iterator[Shipped]:
+    """The plans that are chosen for small and large calls of the models that benchmarks know, alone and eight ranks."""
+    for name, entry in MODELS.items():
+        for ranks in (1, 8):
+            local = entry.spec.experts // 8
+            sizes = fused.sizes_of(replace(entry.spec, experts=local * ranks), ranks, 8192)
+            for bound in (64, 8192):
+                plan = select_plan(sizes, bound)
+                yield Shipped(f"fused-{name}-r{ranks}-m{bound}", (fused.job(plan, sizes),))
+
+
 def shipped() -> tuple[Shipped, ...]:
     """All configurations, in a fixed order."""
-    return (*_staging(), *_gemm())
+    return (*_staging(), *_gemm(), *_fused())

@@ -6,9 +6,10 @@
 
 namespace megamoe {
 
-// All ranks have stored their results. Each thread of the first warp that calls this watches one rank.
+// All ranks have stored their results. One lane of a warp watches them all.
 MEGAMOE_DEVICE bool wait_for_ranks(const Params& p, u32 epoch) {
   bool ok = true;
+#pragma unroll 1
   for (u32 r = 0; r < kRanks; ++r) {
     const u32* word = arena::done(p, p.rank) + r;
     ok &= spin_until(

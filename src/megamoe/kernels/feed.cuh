@@ -23,21 +23,19 @@ class Feed {
     Schedule schedule(base_);
     TileQueue queue(base_, 1);
     Tile tile{};
-    u32 item = blockIdx.x;
-    while (schedule.find(item, tile)) {
+    set_fact(base_, kNextItem, blockIdx.x);
+    while (schedule.find(fact(base_, kNextItem), tile)) {
       queue.post(tile, false);
-      item = gridDim.x + ptx::atom_add_relaxed_gpu(barrier_word(p_, epoch(), kTaken), 1u);
+      // Asked for early, so that the answer is there when this tile is done; kept in shared memory: registers are few.
+      set_fact(base_, kNextItem, gridDim.x + ptx::atom_add_relaxed_gpu(barrier_word(p_, epoch(), kTaken), 1u));
       wait_for_tokens(tile);
       trace_(Event::kWait);
       const u32 blocks = tile.second ? kBlocks2 : kBlocks1;
       const u8* weights = weight_tile(tile, blocks);
       const bool both = tile.column * kWeightRows + 128 < (tile.second ? kHidden : 2 * kIntermediate);
       const u32 next_half = both ? blocks * kWeightTileBytes : 0;
-      const float* weight_scales =
-          (tile.second ? p_.w2_scales : p_.w13_scales) +
-          (static_cast<u64>(tile.expert) * (tile.second ? kTiles2 : kTiles1) + tile.column) * blocks * 4;
-      const float* token_scales =
-          (tile.second ? workspace::h_pool_scales(p_) : workspace::x_pool_scales(p_)) + tile.row;
+      u32 weight_scale = (tile.expert * (tile.second ? kTiles2 : kTiles1) + tile.column) * blocks * 4;
+      u32 token_scale = tile.row;
       // Never a row of another expert: it may be in the making.
       const u32 token_rows = (tile.rows + kSliceRows - 1) / kSliceRows * kSliceRows;
       const u32 bytes = token_rows * (kBlockDepth + 4) + (both ? 2 : 1) * kWeightTileBytes + FusedTile::kTileScaleBytes;
@@ -52,12 +50,14 @@ class Feed {
           ptx::bulk_load(to + (FusedTile::kBytesA + kWeightTileBytes), weights + next_half, kWeightTileBytes, full);
         }
         load_tokens(tile, to, full, k, token_rows);
-        ptx::bulk_load(base_ + (FusedTile::kRowScales + stage * FusedTile::kRowScaleBytes), token_scales, token_rows * 4,
-                       full);
-        ptx::bulk_load(base_ + (FusedTile::kTileScales + stage * FusedTile::kTileScaleBytes), weight_scales + k * 4,
-                       FusedTile::kTileScaleBytes, full);
+        const float* token_scales = tile.second ? workspace::h_pool_scales(p_) : workspace::x_pool_scales(p_);
+        ptx::bulk_load(base_ + (FusedTile::kRowScales + stage * FusedTile::kRowScaleBytes), token_scales + token_scale,
+                       token_rows * 4, full);
+        ptx::bulk_load(base_ + (FusedTile::kTileScales + stage * FusedTile::kTileScaleBytes),
+                       (tile.second ? p_.w2_scales : p_.w13_scales) + weight_scale, FusedTile::kTileScaleBytes, full);
         weights += kWeightTileBytes;
-        token_scales += p_.pool_rows;
+        weight_scale += 4;
+        token_scale += p_.pool_rows;
         ring_.advance();
       }
       trace_(Event::kFeed);

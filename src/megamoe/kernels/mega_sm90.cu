@@ -121,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     init_fused_barriers(base);
     set_fact(base, kEpoch, ptx::ld_relaxed_gpu(workspace::epoch(p)) + 1);
     set_fact(base, kTokens, call_tokens(p));
+    set_fact(base, kFailed, 0u);
   }
   __syncthreads();
   {  // Routing. Histogram and places lie where the stages will be.
@@ -162,6 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     bool ok = true;
     if (ptx::lane_index() == 0) ok = wait_for_ranks(p, fact(base, kEpoch)) && !aborted(p);
     ok = ptx::all(ok);
+    ptx::syncwarp();  // lane 0's acquire is for all lanes; a vote orders no memory
     trace(Event::kPeers);
     combine_tokens(p, fact(base, kTokens), blockIdx.x * 8 + warp - 4, gridDim.x * 8, !ok);
     trace(Event::kCombined);

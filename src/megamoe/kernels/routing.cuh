@@ -77,13 +77,13 @@ MEGAMOE_DEVICE void count_own_routes(const Params& p, Smem histogram, u32 epoch,
 
 // Step 2, CTA 0. After an expired wait nothing is pushed: the peers' own waits end through the abort word.
 MEGAMOE_DEVICE void push_counts(const Params& p, Smem base, u32 epoch, u32 tokens) {
-  if (threadIdx.x == 0) {
-    const bool ok =
-        wait_count(p, Phase::kOwnCounts, 0, barrier_word(p, epoch, kCounted), gridDim.x);
-    set_fact(base, kFailed, ok ? 0u : 1u);
+  if (threadIdx.x == 0 && !wait_count(p, Phase::kOwnCounts, 0, barrier_word(p, epoch, kCounted), gridDim.x)) {
+    set_fact(base, kFailed, 1u);
   }
   __syncthreads();
-  if (fact(base, kFailed) != 0) return;
+  const bool failed = fact(base, kFailed) != 0;
+  __syncthreads();  // a failure of lay_out_pool writes the same word
+  if (failed) return;
   const u64 tag = static_cast<u64>(epoch) << 32;
   const u32* counts = own_counts(p, bank_of(epoch));
   constexpr u32 kWords = kLocalExperts + 1;
@@ -98,8 +98,6 @@ MEGAMOE_DEVICE void push_counts(const Params& p, Smem base, u32 epoch, u32 token
 // within an expert; `sources`: kRanks words, the tokens of each.
 MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {
   constexpr u32 kWords = kLocalExperts + 1;
-  if (threadIdx.x == 0) set_fact(base, kFailed, 0u);
-  __syncthreads();
   for (u32 i = threadIdx.x; i < kRanks * kWords; i += kThreads) {
     const u64* word = arena::counts(p, p.rank) + i;
     u64 value = 0;
@@ -122,6 +120,7 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
   const bool failed = fact(base, kFailed) != 0;
   for (u32 e = threadIdx.x; e < kLocalExperts; e += kThreads) {
     u32 total = 0;
+#pragma unroll 1
     for (u32 s = 0; s < kRanks; ++s) {
       const Smem place = places + (s * kLocalExperts + e) * 4;
       const u32 count = failed ? 0 : ptx::ld_shared_u32(place);
@@ -166,6 +165,7 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
 // Step 4.
 MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {
   u32 all = 0;
+#pragma unroll 1
   for (u32 s = 0; s < kRanks; ++s) all += fact(base, kFailed) != 0 ? 0 : ptx::ld_shared_u32(sources + s * 4);
   for (u32 i = blockIdx.x * kThreads + threadIdx.x; i < all; i += gridDim.x * kThreads) {
     u32 s = 0, token = i;

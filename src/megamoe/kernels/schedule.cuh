@@ -66,7 +66,7 @@ class Schedule {
     if (second_) ++step_;
     second_ = !second_;
     if (step_ == kWaves + kLag) return false;
-    const bool exists = second_ ? step_ >= kLag : step_ < kWaves;
+    const bool exists = second_ ? step_ + 1 > kLag : step_ < kWaves;  // not >=: kLag may be 0
     const u32 wave = second_ ? step_ - kLag : step_;
     expert_ = exists ? wave * kWave : 0;
     end_ = exists ? (expert_ + kWave < kLocalExperts ? expert_ + kWave : kLocalExperts) : 0;

@@ -24,6 +24,7 @@ MEGAMOE_DEVICE u32* halves(const Params& p, u32 bank) { return workspace::halves
 
 MEGAMOE_DEVICE bool aborted(const Params& p) { return ptx::ld_relaxed_sys(arena::abort(p, p.rank)) != 0; }
 MEGAMOE_DEVICE void raise_abort(const Params& p) {
+#pragma unroll 1  // the rarest path of every wait: registers count, speed does not
   for (u32 r = 0; r < kRanks; ++r) ptx::st_relaxed_sys(arena::abort(p, r), 1u);
 }
 
@@ -71,6 +72,7 @@ MEGAMOE_DEVICE bool wait_count(const Params& p, Phase phase, u32 index, const u3
 
 // This rank's results are all stored: every rank may combine.
 MEGAMOE_DEVICE void announce_done(const Params& p, u32 epoch) {
+#pragma unroll 1
   for (u32 r = 0; r < kRanks; ++r) ptx::st_release_sys(arena::done(p, r) + p.rank, epoch);
 }
 
