@@ -1,5 +1,4 @@
-"""Every planted bug of the self-test kernels is found in a few seeds, in the way that can see it; the harmless ones are not
-reported."""
+"""Every planted bug of the self-test kernels is found in a few seeds; what is harmless there is not reported."""
 
 from __future__ import annotations
 
