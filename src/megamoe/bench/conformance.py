@@ -252,23 +252,32 @@ def _different_bytes(a: torch.Tensor, b: torch.Tensor) -> int:
     return int(unequal.sum())
 
 
+def _ulp(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Largest distance of two float32 tensors in units of the last place, where both are finite."""
+    ordered = [torch.where(t < 0, -(t & 0x7FFFFFFF), t) for t in (x.view(torch.int32).long() for x in (a, b))]
+    ok = a.isfinite() & b.isfinite()
+    return int((ordered[0] - ordered[1])[ok].abs().max()) if bool(ok.any()) else 0
+
+
 def compare(case: Case, got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Figures of one case: `got` from the GPU, `wanted` from the simulator.
 
     Returns:
         ``ok``; ``bytes`` compared and ``different`` of them; ``error``, the largest relative difference of a float
-        output; both ``sha256``.
+        output, and ``ulp``, the largest difference of one element of a float32 output; both ``sha256``.
     """
     names = [name for name in case.outputs if name not in case.ignored]
     different = {n: _different_bytes(got[n], wanted[n]) for n in names}
     floats = [n for n in names if got[n].is_floating_point()]
     error = max((_difference(got[n].float(), wanted[n].float()) for n in floats), default=0.0)
+    ulp = max((_ulp(got[n], wanted[n]) for n in floats if got[n].dtype == torch.float32), default=0)
     exact_only = sum(count for n, count in different.items() if case.bound == 0 or n not in floats)
     return {
         "ok": exact_only == 0 and error <= case.bound,
         "bytes": sum(_bytes(got[n]).numel() for n in names),
         "different": sum(different.values()),
         "error": error,
+        "ulp": ulp,
         "bound": case.bound,
         "sha256": digest({n: got[n] for n in names}),
         "sha256_simulator": digest({n: wanted[n] for n in names}),
