@@ -10,7 +10,7 @@ from megamoe.cuda.plan import SHARED_LIMIT, Plan
 
 __all__ = ["MAX_SWAP_TOKENS_PER_EXPERT", "select_plan"]
 
-MAX_SWAP_TOKENS_PER_EXPERT = 64
+MAX_SWAP_TOKENS_PER_EXPERT = 48
 """Up to this many tokens an expert (mean of a full call) the time is the read of the weights: swapped tiles."""
 
 
@@ -33,4 +33,4 @@ def select_plan(sizes: Sizes, bound: int) -> Plan:
     plan = Plan(wide=True, swap=True)
     if sizes.hidden < 256 or sizes.intermediate < 256:
         plan = Plan(wide=False, swap=True)
-    return _fit(plan, sizes, stages=(3, 2), pulled_rows=(4, 2, 1), staging_buffers=(2, 1))
+    return _fit(plan, sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 2, 1))
