@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 
-.PHONY: demo test lint types clean
+.PHONY: demo test lint types mutate clean
 
 demo: $(STAMP)
 	$(PY) -m megamoe demo
@@ -18,6 +18,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(PY) -m mypy
+
+# Weakens each synchronisation call of the kernels in turn, in the simulator; fails when nothing notices a new one.
+mutate: $(STAMP)
+	$(PY) -m megamoe sim mutate --survivors tests/mutation_survivors.json
 
 $(STAMP): requirements/dev.txt pyproject.toml
 	@echo 'Setting up $(VENV) from requirements/dev.txt: once, a few minutes'

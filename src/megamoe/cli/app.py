@@ -26,6 +26,7 @@ COMMANDS: Final = (
     "run",
     "bench",
     "doctor",
+    "sim",
 )
 
 app = typer.Typer(

@@ -210,9 +210,12 @@ class Simulation:
 
     def _ready(self) -> _Worker:
         if self._worker is None or self._worker.process.poll() is not None:
+            known = [] if self._worker is None else self._worker.libraries
             if self._worker is not None:
                 self._worker.close()
             self._worker = _Worker(self.arena)
+            for path in known:  # call sites keep their numbers
+                self._worker.module(path)
         return self._worker
 
     def _describe(self, w: _Recorder, launches: Sequence[Launch], checked: bool) -> None:
@@ -303,13 +306,11 @@ class Simulation:
             sites=tuple((kind, site, count) for kind, site, count in answer.get("sites", [])),
         )
 
-    def dump(
-        self, directory: Path, launches: Sequence[Launch], *, seed: int, checked: bool, expiry: Expiry
-    ) -> list[str]:
+    def dump(self, directory: Path, launches: Sequence[Launch], *, seed: int, checked: bool, expiry: Expiry) -> Path:
         """Write a run as files that the worker program replays by itself, for a debugger.
 
         Returns:
-            The command line; it reads ``job.txt`` on stdin.
+            The worker program; it reads ``job.txt`` on stdin.
         """
         directory.mkdir(parents=True, exist_ok=True)
         recorder = _Recorder()
@@ -319,7 +320,7 @@ class Simulation:
         lines = [f"arena {memory.resolve()} {self.arena.base} {size} private", *recorder.lines]
         lines += [*_options(seed, checked, expiry, watchdog=0), "run"]
         (directory / "job.txt").write_text("\n".join(lines) + "\n")
-        return [str(worker())]
+        return worker()
 
     def seeds(self, launches: Sequence[Launch], seeds: Sequence[int], **how: Any) -> Iterator[Report]:
         """`run` for each seed, each time from the memory as it was at the first."""

@@ -56,6 +56,8 @@ static void complete_if_done(Mbarrier* m) {
 void mbarrier_init(u8* bar, u32 arrivals) {
   Fiber* f = SIM_ENTER;
   constexpr u32 kMostArrivals = 0xfffff;
+  if (mutated('N')) ++arrivals;
+  if (arrivals > 1 && mutated('n')) --arrivals;
   check_shared(bar, 8, 8, "mbarrier.init");
   if (!arrivals || arrivals > kMostArrivals) {
     fail("misuse", format("mbarrier.init with %u arrivals, %s", arrivals, at(f->pc).c_str()));
