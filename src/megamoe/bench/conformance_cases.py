@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megamoe.bench.conformance import Case, MapOf
-from megamoe.formats.fp8_block import E4M3
+from megamoe.formats.fp8_block import E4M3, to_e4m3
 
 __all__ = ["CASES", "WIDTHS", "any_float", "arithmetic", "product_operands"]
 
@@ -23,7 +23,8 @@ WIDTHS: Final = (*range(8, 72, 8), 96, 128, 192, 256)
 def product_operands(kind: str) -> dict[str, torch.Tensor]:
     """e4m3 x, y ``[256, 128]``.
 
-    "integers": multiples of 4, whose sums are exact; "gaussian"; "wide": 15 binades; "bytes": all but NaN.
+    "integers": multiples of 4, whose sums are exact; "nan": these with some NaN of both signs; "gaussian"; "wide": 15
+    binades; "bytes": all but NaN.
     """
     generator = np.random.default_rng(5)
     shape = (2, 256, 128)
@@ -32,11 +33,15 @@ def product_operands(kind: str) -> dict[str, torch.Tensor]:
         pair = torch.from_numpy(np.where(raw & 0x7F == 0x7F, 0, raw).astype(np.uint8)).view(E4M3)
     else:
         normal = generator.standard_normal(shape)
-        if kind == "integers":
+        if kind in ("integers", "nan"):
             normal = normal.round()
         elif kind == "wide":
-            normal *= 2.0 ** generator.integers(-8, 7, shape)
-        pair = torch.from_numpy((normal * 4).astype(np.float32)).to(E4M3)
+            normal *= 2.0 ** generator.integers(-10, 5, shape)
+        pair = to_e4m3(torch.from_numpy((normal * 4).astype(np.float32)))
+        if kind == "nan":
+            raw = pair.view(torch.uint8)
+            raw[0, 10, 3] = raw[0, 200, 127] = raw[1, 77, 64] = 0x7F
+            raw[0, 64, 0] = raw[1, 255, 31] = 0xFF
     return {"x": pair[0].clone(), "y": pair[1].clone()}
 
 
@@ -47,8 +52,8 @@ def any_float(seed: int, *shape: int) -> torch.Tensor:
 
 
 def _products() -> Iterator[Case]:
-    for kind, bound in (("integers", 0.0), ("gaussian", 5e-4), ("wide", 5e-4)):
-        for width in WIDTHS:
+    for kind, bound in (("integers", 0.0), ("nan", 0.0), ("gaussian", 5e-4), ("wide", 5e-4)):
+        for width in WIDTHS if kind != "nan" else (8, 256):
             yield Case(
                 name=f"wgmma-n{width}-{kind}",
                 source="conformance/wgmma_widths.cu",

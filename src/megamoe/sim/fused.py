@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from megamoe import reference
-from megamoe.cuda.arena import REPORT_WORDS, Params
+from megamoe.cuda.arena import ERROR_WORDS, REPORT_WORDS, Params
 from megamoe.cuda.fused import KERNEL, Buffers, Maps, fill_params, job, sizes_of, tensor_maps
 from megamoe.cuda.launch import aligned
 from megamoe.cuda.plan import THREADS, Plan
@@ -148,6 +148,8 @@ class _Ranks:
                 *(sim.buffer(f"{n}_{r}", getattr(made, n), rank=r, read_only=True).tensor for n in names)
             )
             report = sim.buffer(f"report{r}", torch.zeros(REPORT_WORDS, dtype=torch.int32), rank=r)
+            errors = sim.buffer(f"errors{r}", torch.zeros(ERROR_WORDS, dtype=torch.int32), rank=r)
+            received = sim.buffer(f"received{r}", torch.zeros(self.sizes.local_experts, dtype=torch.int64), rank=r)
             params = aligned(Params)
             fill_params(
                 params,
@@ -158,6 +160,8 @@ class _Ranks:
                 placed,
                 timeout_ns=10**9,
                 report=report.tensor.data_ptr(),
+                errors=errors.tensor.data_ptr(),
+                received=received.tensor.data_ptr(),
             )
             self.params.append(params)
             maps = aligned(Maps)

@@ -65,11 +65,12 @@ Block make_block() {
   pthread_t thread;
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
-  pthread_attr_setstacksize(&attributes, 1 << 20);
+  pthread_attr_setstacksize(&attributes, 512 << 10);  // static thread-local data, smem included, lies in it
   sem_init(&parked, 0, 0);
   if (pthread_create(&thread, &attributes, park, &block)) {
-    std::fprintf(stderr, "no thread for another CTA\n");
-    std::abort();
+    std::printf("{\"error\":\"the system gives no thread for CTA number %zu: use a smaller grid\"}\n", blocks.size());
+    std::fflush(stdout);
+    _exit(2);
   }
   while (sem_wait(&parked)) {
   }
