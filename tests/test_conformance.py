@@ -57,3 +57,14 @@ def test_comparison_tells_exact_from_bounded() -> None:
     assert compare(_case(1e-6), given, near)["ok"]
     assert not compare(_case(1e-6), given, {**given, "f": torch.tensor([1.0, nan, 2.0, 0.0])})["ok"]
     assert not compare(_case(1e-6), given, {**given, "b": torch.ones(4, dtype=torch.uint8)})["ok"]
+
+
+def test_a_nan_reaches_its_row_and_column_only() -> None:
+    case = _BY_NAME["wgmma-n8-nan"]
+    x, y = (t.float() for t in case.inputs().values())
+    touched = x.isnan().any(1)[:, None] | y.isnan().any(1)[None, :]
+    out = Simulator().run(case)["out"]
+    assert 0 < int(touched.sum()) < touched.numel()
+    for source in range(2):
+        assert torch.equal(out[0, source].isnan(), touched)
+        assert torch.equal(out[1, source].isnan(), touched.T)
