@@ -16,6 +16,7 @@ from megamoe.spec import BLOCK
 
 __all__ = [
     "ARENA",
+    "ERROR_WORDS",
     "MAX_RANKS",
     "REPORT_WORDS",
     "TRACE_EVENTS",
@@ -124,10 +125,9 @@ ARENA: Final = (
 
 WORKSPACE: Final = (
     Field("epoch", "u32", 4, lambda s: 1, "calls completed"),
-    Field("received", "u64", 8, lambda s: s.local_experts, "routes received per local expert, all calls"),
     Field("barrier", "u32", 4, lambda s: BANKS * 5, "[bank] counted, listed, tiles taken, tiles stored, exits"),
     Field("own_counts", "u32", 4, lambda s: BANKS * s.experts, "[bank][expert] this rank's routes"),
-    Field("arrived", "u32", 4, lambda s: BANKS * s.local_experts, "[bank][local expert] pool rows written"),
+    Field("arrived", "u32", 4, lambda s: BANKS * s.pool_tiles, "[bank][token tile] pool rows written"),
     Field("halves", "u32", 4, lambda s: BANKS * s.pool_tiles, "[bank][token tile] stored halves of the intermediate"),
     Field("routes", "uint4", 16, lambda s: s.pool_rows, "[pool row] source and first flag, route, expert"),
     Field("targets", "u32", 4, lambda s: s.pool_routes, "[source][token][slot] pool row"),
@@ -141,8 +141,11 @@ WORKSPACE: Final = (
 """Local fields, in order."""
 
 
-REPORT_WORDS: Final = 16
-"""32-bit words of the host-visible report: see `Params`."""
+REPORT_WORDS: Final = 8
+"""32-bit words of a workspace's host-visible record of an expired wait: see `Params`."""
+
+ERROR_WORDS: Final = 2
+"""32-bit words of a layer's host-visible record of bad values: see `Params`."""
 
 
 def offsets(fields: tuple[Field, ...], sizes: Sizes) -> list[int]:
@@ -180,6 +183,8 @@ class Params(ctypes.Structure):
         ("out_stride", ctypes.c_uint64),
         ("num_tokens", ctypes.c_uint64),
         ("report", ctypes.c_uint64),
+        ("errors", ctypes.c_uint64),
+        ("received", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
         ("tokens", ctypes.c_uint32),
         ("capacity", ctypes.c_uint32),
@@ -202,7 +207,9 @@ _PARAM_DOCS: Final[dict[str, tuple[str, str]]] = {
     "out": ("__nv_bfloat16* out", "[tokens][H]"),
     "out_stride": ("u64 out_stride", "elements from one output row to the next"),
     "num_tokens": ("const int* num_tokens", "device scalar, or null: `tokens` holds"),
-    "report": ("u32* report", "host-visible: [0..5] an expired wait, [8] ids out of range, [9] bad token count"),
+    "report": ("u32* report", "host-visible, of all layers that share the workspace: an expired wait"),
+    "errors": ("u32* errors", "host-visible, of this layer: [0] ids out of range, [1] bad token count"),
+    "received": ("u64* received", "routes received per local expert, all calls of this layer"),
     "timeout_ns": ("u64 timeout_ns", "deadline of one wait"),
     "tokens": ("u32 tokens", ""),
     "capacity": ("u32 capacity", "token cap of a rank"),

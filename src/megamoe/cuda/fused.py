@@ -100,7 +100,9 @@ def fill_params(
     weights: KernelWeights,
     *,
     timeout_ns: int,
-    report: int = 0,
+    report: int,
+    errors: int,
+    received: int,
 ) -> None:
     """Write everything that stays the same from call to call.
 
@@ -112,7 +114,9 @@ def fill_params(
         arenas: address of every rank's arena as this rank sees it.
         weights: its experts.
         timeout_ns: deadline of one wait, nanoseconds.
-        report: address of the host-visible record of an expired wait (8 words), or 0.
+        report: address of the host-visible record of an expired wait (`REPORT_WORDS`).
+        errors: address of the host-visible record of bad values (`ERROR_WORDS`).
+        received: address of the routes received per local expert (u64 each).
     """
     sizes = own.sizes
     params.arena = (ctypes.c_uint64 * MAX_RANKS)(*arenas)
@@ -121,7 +125,7 @@ def fill_params(
     params.workspace_at = type(params.workspace_at)(*offsets(WORKSPACE, sizes))
     params.w13, params.w13_scales = weights.w13.data_ptr(), weights.w13_scales.data_ptr()
     params.w2, params.w2_scales = weights.w2.data_ptr(), weights.w2_scales.data_ptr()
-    params.report, params.timeout_ns = report, timeout_ns
+    params.report, params.errors, params.received, params.timeout_ns = report, errors, received, timeout_ns
     params.capacity, params.pool_rows, params.pool_tiles = sizes.capacity, sizes.pool_rows, sizes.pool_tiles
     params.rank = rank
     params.clamp = math.inf if spec.clamp is None else spec.clamp

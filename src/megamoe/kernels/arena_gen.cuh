@@ -17,7 +17,7 @@ struct Params {
   u8* arena[kMaxRanks];  // every rank's arena, own included
   u64 arena_at[9];  // byte offset of each field
   u8* workspace;
-  u64 workspace_at[14];
+  u64 workspace_at[13];
   const u8* w13;  // tiles of 128 gate/up rows (alternating by 8) x 128, swizzled
   const float* w13_scales;  // [expert][256 rows][k-block] gate, up, gate, up
   const u8* w2;  // tiles of 128 rows x 128, swizzled
@@ -25,7 +25,9 @@ struct Params {
   __nv_bfloat16* out;  // [tokens][H]
   u64 out_stride;  // elements from one output row to the next
   const int* num_tokens;  // device scalar, or null: `tokens` holds
-  u32* report;  // host-visible: [0..5] an expired wait, [8] ids out of range, [9] bad token count
+  u32* report;  // host-visible, of all layers that share the workspace: an expired wait
+  u32* errors;  // host-visible, of this layer: [0] ids out of range, [1] bad token count
+  u64* received;  // routes received per local expert, all calls of this layer
   u64 timeout_ns;  // deadline of one wait
   u32 tokens;
   u32 capacity;  // token cap of a rank
@@ -91,69 +93,64 @@ MEGAMOE_DEVICE u32* epoch(const Params& p) {
   return reinterpret_cast<u32*>(p.workspace + p.workspace_at[0]);
 }
 
-// routes received per local expert, all calls
-MEGAMOE_DEVICE u64* received(const Params& p) {
-  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[1]);
-}
-
 // [bank] counted, listed, tiles taken, tiles stored, exits
 MEGAMOE_DEVICE u32* barrier(const Params& p) {
-  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[2]);
+  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[1]);
 }
 
 // [bank][expert] this rank's routes
 MEGAMOE_DEVICE u32* own_counts(const Params& p) {
-  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[3]);
+  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[2]);
 }
 
-// [bank][local expert] pool rows written
+// [bank][token tile] pool rows written
 MEGAMOE_DEVICE u32* arrived(const Params& p) {
-  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[4]);
+  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[3]);
 }
 
 // [bank][token tile] stored halves of the intermediate
 MEGAMOE_DEVICE u32* halves(const Params& p) {
-  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[5]);
+  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[4]);
 }
 
 // [pool row] source and first flag, route, expert
 MEGAMOE_DEVICE uint4* routes(const Params& p) {
-  return reinterpret_cast<uint4*>(p.workspace + p.workspace_at[6]);
+  return reinterpret_cast<uint4*>(p.workspace + p.workspace_at[5]);
 }
 
 // [source][token][slot] pool row
 MEGAMOE_DEVICE u32* targets(const Params& p) {
-  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[7]);
+  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[6]);
 }
 
 // [pool row] route weight
 MEGAMOE_DEVICE float* pool_weights(const Params& p) {
-  return reinterpret_cast<float*>(p.workspace + p.workspace_at[8]);
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[7]);
 }
 
 // expert-major input rows [row][H]
 MEGAMOE_DEVICE u8* x_pool(const Params& p) {
-  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[9]);
+  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[8]);
 }
 
 // their scales [H/128][row]
 MEGAMOE_DEVICE float* x_pool_scales(const Params& p) {
-  return reinterpret_cast<float*>(p.workspace + p.workspace_at[10]);
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[9]);
 }
 
 // intermediate rows [row][I]
 MEGAMOE_DEVICE u8* h_pool(const Params& p) {
-  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[11]);
+  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[10]);
 }
 
 // their scales [I/128][row]
 MEGAMOE_DEVICE float* h_pool_scales(const Params& p) {
-  return reinterpret_cast<float*>(p.workspace + p.workspace_at[12]);
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[11]);
 }
 
 // [CTA][role][event] time stamps; only with a tracing plan
 MEGAMOE_DEVICE u64* trace(const Params& p) {
-  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[13]);
+  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[12]);
 }
 
 }  // namespace workspace

@@ -79,7 +79,7 @@ class Dispatch {
       ptx::bulk_wait<0>();
       ptx::fence_proxy_async();  // rows and scales, for readers through the async proxy
       ptx::syncwarp();
-      if (target.row != kNoRow) ptx::red_add_release_gpu(arrived_ + target.expert, 1u);
+      if (target.row != kNoRow) ptx::red_add_release_gpu(arrived_ + target.tile, 1u);
       ptx::syncwarp();
       row = next;
       target = next_target;
@@ -92,7 +92,7 @@ class Dispatch {
     u32 source, token;  // token kNoRow: nothing to fetch
   };
   struct Target {
-    u32 row, expert;
+    u32 row, tile;
   };
 
   MEGAMOE_DEVICE Smem buffer(u32 d) const { return base_ + (FusedTile::kPulled + d * kHidden); }
@@ -111,7 +111,10 @@ class Dispatch {
     const u32 source = ptx::shfl(row.source, d), token = ptx::shfl(row.token, d);
     if (d >= kInFlight || token == kNoRow) return {kNoRow, 0};
     const u32 to = targets_of(p_, source, token)[lane_ % kTopk];
-    return {to, to == kNoRow ? 0 : workspace::routes(p_)[to].z};
+    if (to == kNoRow) return {kNoRow, 0};
+    const u32 expert = workspace::routes(p_)[to].z;
+    const u32 within = to - ptx::ld_shared_u32(base_ + (kBaseTable + expert * 4));
+    return {to, ptx::ld_shared_u32(base_ + (kTileTable + expert * 4)) + within / kTileTokens};
   }
 
   // By the whole warp, [row][block] at the source to [block][row] in the pool.

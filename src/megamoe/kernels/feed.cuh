@@ -23,41 +23,25 @@ class Feed {
     Schedule schedule(base_);
     TileQueue queue(base_, 1);
     Tile tile{};
+    bool first = true;
     set_fact(base_, kNextItem, blockIdx.x);
     while (schedule.find(fact(base_, kNextItem), tile)) {
       queue.post(tile, false);
       // Asked for early, so that the answer is there when this tile is done; kept in shared memory: registers are few.
       set_fact(base_, kNextItem, gridDim.x + ptx::atom_add_relaxed_gpu(barrier_word(p_, epoch(), kTaken), 1u));
+      const Copy copy(*this, tile);
+      // The first tile's weights need not wait for its tokens: they fill the empty ring meanwhile.
+      const u32 ahead = first ? (FusedTile::kStages < copy.blocks ? FusedTile::kStages : copy.blocks) : 0;
+      first = false;
+      for (u32 k = 0; k < ahead; ++k) copy.weights(k, k);
       wait_for_tokens(tile);
       trace_(Event::kWait);
-      const u32 blocks = tile.second ? kBlocks2 : kBlocks1;
-      const u8* weights = weight_tile(tile, blocks);
-      const bool both = tile.column * kWeightRows + 128 < (tile.second ? kHidden : 2 * kIntermediate);
-      const u32 next_half = both ? blocks * kWeightTileBytes : 0;
-      u32 weight_scale = (tile.expert * (tile.second ? kTiles2 : kTiles1) + tile.column) * blocks * 4;
-      u32 token_scale = tile.row;
-      // Never a row of another expert: it may be in the making.
-      const u32 token_rows = (tile.rows + kSliceRows - 1) / kSliceRows * kSliceRows;
-      const u32 bytes = token_rows * (kBlockDepth + 4) + (both ? 2 : 1) * kWeightTileBytes + FusedTile::kTileScaleBytes;
 #pragma unroll 1
-      for (u32 k = 0; k < blocks; ++k) {
-        const u32 stage = ring_.stage;
-        const Smem full = base_ + (FusedTile::kFull + stage * 8), to = base_ + stage * FusedTile::kStageBytes;
-        ptx::mbarrier_wait(base_ + (FusedTile::kEmpty + stage * 8), ring_.parity);
-        ptx::mbarrier_arrive_expect_tx(full, bytes);
-        ptx::bulk_load(to + FusedTile::kBytesA, weights, kWeightTileBytes, full);
-        if (next_half != 0) {
-          ptx::bulk_load(to + (FusedTile::kBytesA + kWeightTileBytes), weights + next_half, kWeightTileBytes, full);
-        }
-        load_tokens(tile, to, full, k, token_rows);
-        const float* token_scales = tile.second ? workspace::h_pool_scales(p_) : workspace::x_pool_scales(p_);
-        ptx::bulk_load(base_ + (FusedTile::kRowScales + stage * FusedTile::kRowScaleBytes), token_scales + token_scale,
-                       token_rows * 4, full);
-        ptx::bulk_load(base_ + (FusedTile::kTileScales + stage * FusedTile::kTileScaleBytes),
-                       (tile.second ? p_.w2_scales : p_.w13_scales) + weight_scale, FusedTile::kTileScaleBytes, full);
-        weights += kWeightTileBytes;
-        weight_scale += 4;
-        token_scale += p_.pool_rows;
+      for (u32 k = 0; k < copy.blocks; ++k) {
+        if (k >= ahead) ptx::mbarrier_wait(base_ + (FusedTile::kEmpty + ring_.stage * 8), ring_.parity);
+        copy.announce(ring_.stage);
+        if (k >= ahead) copy.weights(k, ring_.stage);
+        copy.tokens(k, ring_.stage);
         ring_.advance();
       }
       trace_(Event::kFeed);
@@ -66,34 +50,73 @@ class Feed {
   }
 
  private:
-  // Rows of the pool for the first GEMM, the whole intermediate of the token tile for the second.
+  // The copies of one tile.
+  struct Copy {
+    const Maps& maps;
+    const Params& p;
+    Smem base;
+    bool second, both, whole;
+    u32 blocks, row, token_rows;
+    u32 half;          // weight tiles before this one's first
+    u32 weight_scale;  // floats before this tile's
+
+    MEGAMOE_DEVICE Copy(const Feed& feed, const Tile& tile)
+        : maps(feed.maps_), p(feed.p_), base(feed.base_), second(tile.second), row(tile.row) {
+      blocks = second ? kBlocks2 : kBlocks1;
+      both = tile.column * kWeightRows + 128 < (second ? kHidden : 2 * kIntermediate);
+      // Never a row of another expert: it may be in the making.
+      token_rows = (tile.rows + kSliceRows - 1) / kSliceRows * kSliceRows;
+      whole = token_rows == 128;
+      half = (tile.expert * (second ? kHidden / 128 : 2 * kIntermediate / 128) + tile.column * 2) * blocks;
+      weight_scale = (tile.expert * (second ? kTiles2 : kTiles1) + tile.column) * blocks * 4;
+    }
+
+    MEGAMOE_DEVICE Smem full(u32 stage) const { return base + (FusedTile::kFull + stage * 8); }
+
+    // The loader's arrival, for all bytes of the stage. Never before wait_for_tokens: through it the math warps, too, see
+    // what this lane waited for. Copies may complete before they are announced; the phase waits for the arrival.
+    MEGAMOE_DEVICE void announce(u32 stage) const {
+      ptx::mbarrier_arrive_expect_tx(full(stage), token_rows * (kBlockDepth + 4) + (both ? 2 : 1) * kWeightTileBytes +
+                                                      FusedTile::kTileScaleBytes);
+    }
+
+    // The stage is empty.
+    MEGAMOE_DEVICE void weights(u32 k, u32 stage) const {
+      const Smem to = base + (stage * FusedTile::kStageBytes + FusedTile::kBytesA);
+      const u8* from = (second ? p.w2 : p.w13) + static_cast<u64>(half + k) * kWeightTileBytes;
+      ptx::bulk_load(to, from, kWeightTileBytes, full(stage));
+      if (both) ptx::bulk_load(to + kWeightTileBytes, from + blocks * kWeightTileBytes, kWeightTileBytes, full(stage));
+      ptx::bulk_load(base + (FusedTile::kTileScales + stage * FusedTile::kTileScaleBytes),
+                     (second ? p.w2_scales : p.w13_scales) + weight_scale + k * 4, FusedTile::kTileScaleBytes,
+                     full(stage));
+    }
+
+    MEGAMOE_DEVICE void tokens(u32 k, u32 stage) const {
+      const Smem to = base + stage * FusedTile::kStageBytes;
+      if (whole) {
+        ptx::tma_load_2d(to, second ? &maps.h_tile : &maps.x_tile, full(stage), k * kBlockDepth, row);
+      } else {
+        const CUtensorMap* map = second ? &maps.h_slice : &maps.x_slice;
+#pragma unroll 1
+        for (u32 r = 0; r < token_rows; r += kSliceRows) {
+          ptx::tma_load_2d(to + r * kBlockDepth, map, full(stage), k * kBlockDepth, row + r);
+        }
+      }
+      const float* scales = second ? workspace::h_pool_scales(p) : workspace::x_pool_scales(p);
+      ptx::bulk_load(base + (FusedTile::kRowScales + stage * FusedTile::kRowScaleBytes),
+                     scales + (static_cast<u64>(k) * p.pool_rows + row), token_rows * 4, full(stage));
+    }
+  };
+
+  // Rows of the token tile for the first GEMM, its whole intermediate for the second.
   MEGAMOE_DEVICE void wait_for_tokens(const Tile& tile) {
+    const u32 bank = bank_of(epoch());
     if (tile.second) {
-      const u32* stored = halves(p_, bank_of(epoch())) + tile.index;
-      wait_count(p_, Phase::kIntermediate, tile.index, stored, 2 * kTiles1);
+      wait_count(p_, Phase::kIntermediate, tile.index, halves(p_, bank) + tile.index, 2 * kTiles1);
     } else {
-      const u32* rows = arrived(p_, bank_of(epoch())) + tile.expert;
-      wait_count(p_, Phase::kRows, tile.expert, rows, ptx::ld_shared_u32(base_ + (kCountTable + tile.expert * 4)));
+      wait_count(p_, Phase::kRows, tile.index, arrived(p_, bank) + tile.index, tile.rows);
     }
     ptx::fence_proxy_async();
-  }
-
-  MEGAMOE_DEVICE const u8* weight_tile(const Tile& tile, u32 blocks) const {
-    const u32 halves_per_expert = tile.second ? kHidden / 128 : 2 * kIntermediate / 128;
-    const u64 half = static_cast<u64>(tile.expert) * halves_per_expert + tile.column * 2;
-    return (tile.second ? p_.w2 : p_.w13) + half * blocks * kWeightTileBytes;
-  }
-
-  MEGAMOE_DEVICE void load_tokens(const Tile& tile, Smem to, Smem full, u32 k, u32 token_rows) const {
-    if (token_rows == 128) {
-      ptx::tma_load_2d(to, tile.second ? &maps_.h_tile : &maps_.x_tile, full, k * kBlockDepth, tile.row);
-    } else {
-      const CUtensorMap* map = tile.second ? &maps_.h_slice : &maps_.x_slice;
-#pragma unroll 1
-      for (u32 r = 0; r < token_rows; r += kSliceRows) {
-        ptx::tma_load_2d(to + r * kBlockDepth, map, full, k * kBlockDepth, tile.row + r);
-      }
-    }
   }
 
   MEGAMOE_DEVICE u32 epoch() const { return fact(base_, kEpoch); }  // read again rather than kept: registers are few

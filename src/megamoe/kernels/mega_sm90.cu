@@ -24,7 +24,7 @@
 //   counts[s][e]   rank s -> every CTA of this rank  tag and count in one word
 //   listed         every CTA -> dispatch warps       route table complete
 //   taken          loaders                           tiles given out
-//   arrived[e]     dispatch warps -> loaders         pool rows of expert e
+//   arrived[t]     dispatch warps -> loaders         pool rows of token tile t
 //   halves[t]      store warps -> loaders            intermediate of token tile t, two a weight tile
 //   stored         store warps -> the last of them   result tiles of this rank
 //   done[r]        rank r -> math warps              all results of rank r are stored
@@ -119,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   trace(Event::kStart);
   if (threadIdx.x == 0) {
     init_fused_barriers(base);
+    ptx::grid_dependency_wait();  // launched while the staging kernel drains: nothing global is touched before
     set_fact(base, kEpoch, ptx::ld_relaxed_gpu(workspace::epoch(p)) + 1);
     set_fact(base, kTokens, call_tokens(p));
     set_fact(base, kFailed, 0u);

@@ -40,7 +40,7 @@ MEGAMOE_DEVICE u32 call_tokens(const Params& p) {
   if (p.num_tokens == nullptr) return p.tokens;
   const int given = *p.num_tokens;
   if (given >= 0 && static_cast<u32>(given) <= p.tokens) return static_cast<u32>(given);
-  if (blockIdx.x == 0 && threadIdx.x == 0) ptx::st_relaxed_sys(p.report + kBadTokenCount, 1u);
+  if (blockIdx.x == 0 && threadIdx.x == 0) ptx::st_relaxed_sys(p.errors + kBadTokenCount, 1u);
   return given < 0 ? 0 : p.tokens;
 }
 
@@ -57,7 +57,7 @@ MEGAMOE_DEVICE void count_own_routes(const Params& p, Smem histogram, u32 epoch,
     if (is_route(id)) {
       positions[i] = ptx::atom_add_shared(histogram + id * 4, 1u);
     } else if (id != -1) {
-      ptx::st_relaxed_sys(p.report + kBadId, 1u);
+      ptx::st_relaxed_sys(p.errors + kBadId, 1u);
     }
   }
   __syncthreads();
@@ -128,7 +128,7 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
       total += count;
     }
     ptx::st_shared_u32(base + (kCountTable + e * 4), total);
-    if (blockIdx.x == 0) workspace::received(p)[e] += total;
+    if (blockIdx.x == 0) p.received[e] += total;
   }
   __syncthreads();
   if (threadIdx.x < 32) {  // exclusive sums over the experts by one warp

@@ -19,7 +19,7 @@ MEGAMOE_DEVICE u32* barrier_word(const Params& p, u32 epoch, Barrier which) {
   return workspace::barrier(p) + bank_of(epoch) * kBarrierWords + which;
 }
 MEGAMOE_DEVICE u32* own_counts(const Params& p, u32 bank) { return workspace::own_counts(p) + bank * kExperts; }
-MEGAMOE_DEVICE u32* arrived(const Params& p, u32 bank) { return workspace::arrived(p) + bank * kLocalExperts; }
+MEGAMOE_DEVICE u32* arrived(const Params& p, u32 bank) { return workspace::arrived(p) + bank * p.pool_tiles; }
 MEGAMOE_DEVICE u32* halves(const Params& p, u32 bank) { return workspace::halves(p) + bank * p.pool_tiles; }
 
 MEGAMOE_DEVICE bool aborted(const Params& p) { return ptx::ld_relaxed_sys(arena::abort(p, p.rank)) != 0; }
@@ -28,8 +28,9 @@ MEGAMOE_DEVICE void raise_abort(const Params& p) {
   for (u32 r = 0; r < kRanks; ++r) ptx::st_relaxed_sys(arena::abort(p, r), 1u);
 }
 
-// Words of the host-visible report.
-enum Report : u32 { kExpired, kExpiredRank, kExpiredPhase, kExpiredIndex, kAwaited, kSeen, kBadId = 8, kBadTokenCount };
+// Words of the host-visible report, and of the layer's errors.
+enum Report : u32 { kExpired, kExpiredRank, kExpiredPhase, kExpiredIndex, kAwaited, kSeen };
+enum Errors : u32 { kBadId, kBadTokenCount };
 
 // The first wait that expired; word kExpired becomes 1 when the others are written.
 MEGAMOE_DEVICE void report_expired(const Params& p, Phase phase, u32 index, u32 awaited, u32 seen) {
@@ -88,8 +89,10 @@ MEGAMOE_DEVICE void clear_next_bank(const Params& p, u32 epoch) {
   const u32 bank = bank_of(epoch + 1), first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
   for (u32 i = first; i < kBarrierWords; i += step) workspace::barrier(p)[bank * kBarrierWords + i] = 0;
   for (u32 i = first; i < kExperts; i += step) own_counts(p, bank)[i] = 0;
-  for (u32 i = first; i < kLocalExperts; i += step) arrived(p, bank)[i] = 0;
-  for (u32 i = first; i < p.pool_tiles; i += step) halves(p, bank)[i] = 0;
+  for (u32 i = first; i < p.pool_tiles; i += step) {
+    arrived(p, bank)[i] = 0;
+    halves(p, bank)[i] = 0;
+  }
 }
 
 }  // namespace megamoe
