@@ -26,7 +26,7 @@ from megamoe.cpu.decode import e4m3_to_float64
 from megamoe.errors import InputError, WeightError
 from megamoe.formats import fp8_block, mxfp4, ue8m0
 from megamoe.spec import BLOCK, MoESpec
-from megamoe.weights import ExpertWeights
+from megamoe.weights import ExpertWeights, stacked_rows
 
 __all__ = [
     "Projection",
@@ -101,7 +101,10 @@ def expert_projections(weights: ExpertWeights, index: int) -> tuple[Projection, 
         scale = scale[index]
         return Projection(values[index], ue8m0.decode(scale) if scale.dtype == ue8m0.E8M0 else scale)
 
-    return one(weights.w13, weights.w13_scale), one(weights.w2, weights.w2_scale)
+    w13, w2 = one(weights.w13, weights.w13_scale), one(weights.w2, weights.w2_scale)
+    if weights.gate_up != "stacked":
+        w13 = Projection(stacked_rows(w13.values, weights.gate_up).reshape(w13.values.shape), w13.scale)
+    return w13, w2
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,7 @@ def _slice(weights: ExpertWeights, first: int, count: int) -> ExpertWeights:
         w13_scale=part(weights.w13_scale),
         w2_scale=part(weights.w2_scale),
         first_expert=first,
+        gate_up=weights.gate_up,
     )
 
 

@@ -7,13 +7,20 @@ copies a weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, Literal, get_args
 
 import torch
 
-from megamoe.errors import WeightError
+from megamoe.errors import EngineError, WeightError
 from megamoe.spec import BLOCK, MXFP4_GROUP, MoESpec, WeightFormat
 
-__all__ = ["ExpertWeights"]
+__all__ = ["INTERLEAVED_ROWS", "ExpertWeights", "GateUpOrder", "stacked_rows"]
+
+GateUpOrder = Literal["stacked", "interleaved8"]
+"""Rows of ``w13``: all of gate, then all of up; or 8 of gate, 8 of up, and so on. Block scales are gate's first in both."""
+
+INTERLEAVED_ROWS: Final = 8
+"""Rows of gate (and of up) in a run of ``"interleaved8"``."""
 
 _E8M0 = torch.float8_e8m0fnu
 
@@ -33,6 +40,9 @@ class ExpertWeights:
                   ``[EL, H, I]``
     ============  =======================================  =======================================
 
+    `gate_up` is the order of the rows of ``w13``. ``"interleaved8"`` is for fp8_block weights that somebody else has
+    already brought into that order (as DeepGEMM's MegaMoE wants them); an engine reads them as they are, or refuses.
+
     Raises:
         WeightError: `check` found a tensor of a wrong dtype, shape, stride or device.
     """
@@ -43,6 +53,7 @@ class ExpertWeights:
     w13_scale: torch.Tensor | None = None
     w2_scale: torch.Tensor | None = None
     first_expert: int = 0
+    gate_up: GateUpOrder = "stacked"
 
     @property
     def local_experts(self) -> int:
@@ -63,6 +74,16 @@ class ExpertWeights:
             WeightError: names the tensor, what it is and what it should be.
         """
         spec.check_format(self.format)
+        if self.gate_up not in get_args(GateUpOrder):
+            allowed = " or ".join(repr(order) for order in get_args(GateUpOrder))
+            raise WeightError("gate_up", self.gate_up, allowed, "Use 'stacked' for weights of a checkpoint.")
+        if self.gate_up != "stacked" and self.format != "fp8_block":
+            raise WeightError(
+                "gate_up",
+                f"{self.gate_up!r} for {self.format} weights",
+                "'stacked', or fp8_block weights",
+                "Restore the order with megamoe.formats.layout.deinterleave_gate_up.",
+            )
         el, h, i = local_experts, spec.hidden, spec.intermediate
         value: tuple[torch.dtype, ...]
         scale: tuple[torch.dtype, ...] | None
@@ -90,6 +111,21 @@ class ExpertWeights:
                     name, "a tensor", f"None for {self.format} weights", "Drop it: the format has no scales."
                 )
 
+    def require_stacked(self, engine: str) -> None:
+        """Refuse interleaved rows in the name of an engine that does not read them.
+
+        Raises:
+            EngineError: `gate_up` is not ``"stacked"``.
+        """
+        if self.gate_up != "stacked":
+            raise EngineError(
+                "weights.gate_up",
+                self.gate_up,
+                f"'stacked' on {engine}",
+                "Pass the weights as the checkpoint stores them, or restore that order with "
+                "megamoe.formats.layout.deinterleave_gate_up; backend='cpu' reads both orders.",
+            )
+
     def _check_one(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
         tensor: torch.Tensor | None = getattr(self, name)
         names = " or ".join(str(d) for d in dtypes)
@@ -106,3 +142,14 @@ class ExpertWeights:
             )
         if tensor.device != self.w13.device:
             raise WeightError(name, f"device {tensor.device}", f"{self.w13.device}, like w13", "Move it there.")
+
+
+def stacked_rows(w13: torch.Tensor, gate_up: GateUpOrder) -> torch.Tensor:
+    """One expert's `w13` ``[2I, K]`` as a view whose rows, flattened, are all of gate and then all of up.
+
+    Returns:
+        `w13` itself, or ``[2, I / 8, 8, K]`` (not contiguous) for interleaved rows.
+    """
+    if gate_up == "stacked":
+        return w13
+    return w13.view(-1, 2, INTERLEAVED_ROWS, w13.shape[1]).transpose(0, 1)

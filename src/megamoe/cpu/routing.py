@@ -48,8 +48,9 @@ def plan_dispatch(spec: MoESpec, ranks: int, expert_ids: torch.Tensor, expert_we
         InputError: an id outside ``[-1, E)``; says where the first one is.
     """
     flat = expert_ids.reshape(-1)
-    bad = (flat < -1) | (flat >= spec.experts)
-    if bool(bad.any()):
+    low, high = (int(value) for value in torch.aminmax(flat)) if flat.numel() else (0, 0)
+    if low < -1 or high >= spec.experts:
+        bad = (flat < -1) | (flat >= spec.experts)
         index = int(bad.nonzero()[0])
         raise InputError(
             f"expert_ids[{index // spec.topk}, {index % spec.topk}]",
@@ -57,6 +58,10 @@ def plan_dispatch(spec: MoESpec, ranks: int, expert_ids: torch.Tensor, expert_we
             f"-1 (skip), or 0 to {spec.experts - 1}",
             "Pass global expert ids.",
         )
+    if ranks == 1 and low >= 0:  # one owner and nothing to skip, the common case on one machine
+        position = torch.arange(flat.numel())
+        tokens = torch.arange(len(expert_ids))
+        return [Outgoing(tokens, position // spec.topk, flat.long(), expert_weights.reshape(-1), position)]
     position = (flat >= 0).nonzero().squeeze(1)
     expert = flat[position].long()
     weight = expert_weights.reshape(-1)[position]
