@@ -1,0 +1,110 @@
+"""Weakened synchronisation calls are noticed, in self-test kernels and in our own; survivors are reviewed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megamoe.cuda.sources import KERNELS
+from megamoe.sim.build import Kernel
+from megamoe.sim.mutation import KINDS, USUAL, Outcome, Site, Survivors, mutate
+from megamoe.sim.plans import Runner, find, plans
+from megamoe.sim.requirements import missing
+from megamoe.sim.simulation import Launch
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+SURVIVORS = Path(__file__).parent / "mutation_survivors.json"
+
+CLASSES = {
+    "missing empty wait": ("gemm/wide", "w", "loader.cuh"),
+    "wrong count, too high": ("gemm/wide", "N", "tile.cuh"),
+    "wrong count, too low": ("gemm/wide", "n", "tile.cuh"),
+    "missing proxy fence": ("gemm/wide", "P", "store.cuh"),
+    "accumulator read early": ("gemm/wide", "M", "mainloop.cuh"),
+    "one group too early": ("gemm/narrow", "m", "mainloop.cuh"),
+    "missing release": ("fused/swap", "R", "scatter.cuh"),
+    "gpu instead of sys scope": ("fused/swap", "S", "scatter.cuh"),
+    "relaxed instead of acquire": ("fused/swap", "Q", "combine.cuh"),
+}
+"""A bug of each class, planted into the project's kernels: plan, kind of mutation, file."""
+
+
+@pytest.mark.parametrize("what", CLASSES)
+def test_a_bug_of_each_class_in_the_projects_kernels_is_found(what: str) -> None:
+    plan, kind, file = CLASSES[what]
+    outcomes = mutate(plan, only=lambda site: site.kind == kind and file in site.where, workers=1)
+    assert outcomes, f"{what}: no such call in {file} any more"
+    noticed = [o for o in outcomes if o.noticed]
+    assert noticed, f"{what}: nothing noticed {[o.site for o in outcomes]}"
+
+
+def test_counters_of_an_earlier_call_are_found_out(tmp_path: Path) -> None:
+    """Flag reuse: one bank of counters for all calls instead of two."""
+    shutil.copytree(KERNELS, tmp_path / "kernels")
+    file = tmp_path / "kernels" / "sync.cuh"
+    right, wrong = "return epoch % kBanks;", "return 0;"
+    assert right in file.read_text()
+    file.write_text(file.read_text().replace(right, wrong))
+    with Runner(find("fused/swap")) as runner:
+
+        def planted(launches: list[Launch]) -> list[Launch]:
+            return [
+                replace(x, kernel=Kernel(str(tmp_path / "kernels" / x.kernel.source), x.kernel.entry, x.kernel.config))
+                for x in launches
+            ]
+
+        prepared = runner.prepared
+        runner.prepared = replace(
+            prepared,
+            launches=planted(list(prepared.launches)),
+            again=[planted(list(stage)) for stage in prepared.again],
+        )
+        assert not all(runner.run(seed, checked=True).ok for seed in range(3))
+
+
+def test_every_weakened_call_of_the_handshake_is_noticed() -> None:
+    outcomes = mutate("selftest/handshake")
+    assert len(outcomes) >= 7
+    assert [o for o in outcomes if not o.noticed] == []
+    assert {KINDS[o.site.kind] for o in outcomes} >= {"release -> relaxed", "store sys -> gpu", "acquire -> relaxed"}
+
+
+def test_mutation_covers_every_kernel_file() -> None:
+    assert set(USUAL) <= set(plans())
+
+
+def test_survivors_are_known_by_their_text_not_their_line(tmp_path: Path) -> None:
+    (tmp_path / "a.cuh").write_text("x\n  ptx::syncwarp();  // why\ncall(y);\n")
+    known = tmp_path / "survivors.json"
+    site = Site("a.cuh:2 < a.cuh:3", "W")
+    outcome = Outcome("plan", site, "")
+    drafted = Survivors(known, [tmp_path]).draft([outcome, Outcome("other", site, ""), Outcome("p", site, "checked")])
+    assert drafted == [
+        {
+            "where": "a.cuh: ptx::syncwarp(); // why < a.cuh: call(y);",
+            "kind": "drop syncwarp",
+            "plans": "plan, other",
+            "why": "",
+        }
+    ]
+    known.write_text(json.dumps(drafted))
+    assert list(Survivors(known, [tmp_path]).unreviewed([outcome])) == [outcome]  # nobody has said why
+    drafted[0]["why"] = "a barrier follows"
+    known.write_text(json.dumps(drafted))
+    (tmp_path / "a.cuh").write_text("\n\nx\n  ptx::syncwarp();  // why\ncall(y);\n")
+    moved = Outcome("plan", Site("a.cuh:4 < a.cuh:5", "W"), "")
+    assert list(Survivors(known, [tmp_path]).unreviewed([moved])) == []
+    other = Outcome("plan", Site("a.cuh:4 < a.cuh:5", "B"), "")
+    assert list(Survivors(known, [tmp_path]).unreviewed([other])) == [other]
+
+
+def test_the_survivors_file_is_reviewed() -> None:
+    entries = json.loads(SURVIVORS.read_text())
+    assert all(set(e) == {"where", "kind", "plans", "why"} for e in entries)
+    assert all(e["why"] for e in entries)
+    assert {e["kind"] for e in entries} <= set(KINDS.values())
