@@ -7,7 +7,8 @@ and the output: dispatch, both products, combine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, get_args
 
@@ -20,9 +21,11 @@ from megamoe.weights import ExpertWeights
 if TYPE_CHECKING:
     from megamoe.control import Control
 
-__all__ = ["Backend", "Call", "Engine", "Placement", "create_engine"]
+__all__ = ["Backend", "Call", "Engine", "Placement", "create_engine", "why_no_gpu"]
 
 Backend = Literal["auto", "cpu", "cuda"]
+
+_log = logging.getLogger("megamoe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,10 @@ class Engine(Protocol):
     name: str
     device: torch.device
 
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of one rank by what they are for, known before anything is allocated."""
+
     def load(self, weights: Sequence[ExpertWeights]) -> None:
         """Take the hosted ranks' weights; replaces earlier ones. They were checked against the spec."""
 
@@ -109,27 +116,45 @@ class Engine(Protocol):
 def create_engine(
     spec: MoESpec, placement: Placement, control: Control, max_tokens: int, backend: Backend = "auto"
 ) -> Engine:
-    """The engine for `backend`; ``"auto"`` takes the GPU engine where it runs, else the CPU engine.
+    """The engine for `backend`; ``"auto"`` takes the GPU engine where it can host these ranks, else the CPU engine.
+
+    Which engine it is depends on the machine, the sizes and the placement, never on the weights, which come later: the
+    GPU engine refuses weights that are not FP8 blocks when they are loaded. Why ``"auto"`` took the CPU engine is
+    logged (INFO, logger ``megamoe``) and what `why_no_gpu` returns.
 
     Raises:
         EngineError: an unknown backend, or one that cannot run here.
     """
     if backend not in get_args(Backend):
         raise EngineError("backend", backend, "'auto', 'cpu' or 'cuda'", "Use 'auto' unless you need a certain engine.")
+    reason = None if backend == "cpu" else why_no_gpu(spec, placement, max_tokens)
+    if backend != "cpu" and reason is None:
+        from megamoe.cuda.engine import CudaEngine
+
+        return CudaEngine(spec, placement, control, max_tokens)
     if backend == "cuda":
         raise EngineError(
             "backend",
             backend,
-            "'auto' or 'cpu': this version has no GPU engine yet",
+            f"'auto' or 'cpu' here: the GPU engine cannot run this layer ({reason})",
             "Pass backend='cpu'; the CPU engine takes the same arguments and CPU tensors.",
         )
     if placement.devices is not None:
         raise EngineError(
             "devices",
             list(placement.devices),
-            "None: the CPU engine uses no CUDA devices",
+            "None on the CPU engine" + ("" if reason is None else f"; and the GPU engine cannot run ({reason})"),
             "Drop devices=; the ranks share the CPU.",
         )
+    if reason is not None:
+        _log.info("backend='auto' takes the CPU engine: %s", reason)
     from megamoe.cpu.engine import CpuEngine
 
     return CpuEngine(spec, placement, control, max_tokens)
+
+
+def why_no_gpu(spec: MoESpec, placement: Placement, max_tokens: int) -> EngineError | None:
+    """Why the GPU engine cannot host these ranks here, None if it can."""
+    from megamoe.cuda.hosting import why_not
+
+    return why_not(spec, placement, max_tokens)

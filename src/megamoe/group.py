@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megamoe import ops
-from megamoe.control import Control
+from megamoe.control import DEFAULT_DEADLINE, Control
 from megamoe.engine import Backend, Call, Placement
 from megamoe.errors import InputError, MegaMoEError, WeightError
 from megamoe.inputs import Activations, check_call, positive_number
@@ -180,23 +180,29 @@ def local_group(
     devices: Sequence[int] | None = None,
     max_tokens: int = 8192,
     backend: Backend = "auto",
+    *,
+    deadline: float = DEFAULT_DEADLINE,
 ) -> LocalGroup:
     """All ranks of an expert-parallel group in this process, on one or more GPUs or on the CPU.
 
     Args:
         spec: the layer.
         ranks: number of ranks R; divides the experts.
-        devices: CUDA devices to spread the ranks over; None for the CPU engine.
+        devices: the CUDA device that the ranks share, such as ``[0]``; None for the current one, or the CPU engine.
         max_tokens: the most tokens that a rank passes in one call.
         backend: as in `MegaMoE`.
+        deadline: seconds that a rank's kernel waits for another one's; the CPU engine's ranks never wait.
 
     Raises:
         SpecError: `ranks` is not positive or does not divide the experts.
         InputError, EngineError: as in `MegaMoE`.
     """
     positive_number("ranks", ranks, integer=True, way_out="Pass the number of ranks to simulate.")
+    positive_number("deadline", deadline, integer=False, way_out="Pass seconds.")
     chosen = None if devices is None else tuple(devices)
     placement = Placement(ranks=ranks, local=tuple(range(ranks)), devices=chosen)
     return LocalGroup(
-        Runtime(spec, placement, Control(None), max_tokens, backend, "Pass the most tokens of a rank in one call.")
+        Runtime(
+            spec, placement, Control(None, deadline), max_tokens, backend, "Pass the most tokens of a rank in one call."
+        )
     )

@@ -35,6 +35,15 @@ def _tensor(name: str, value: object, what: str) -> torch.Tensor:
 def _check(
     name: str, value: object, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device, hint: str
 ) -> torch.Tensor:
+    if (
+        isinstance(value, torch.Tensor)
+        and value.dtype in dtypes
+        and value.shape == shape
+        and value.device == device
+        and value.layout is torch.strided
+        and not value.requires_grad
+    ):
+        return value  # the usual case, in a fraction of the time that the message below takes
     names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     what = f"{names} {list(shape)} on {device.type}"
     tensor = _tensor(name, value, what)
@@ -156,7 +165,8 @@ def check_call(
             )
         count = num_tokens
     if out is None:
-        out = torch.zeros(tokens, spec.hidden, dtype=torch.bfloat16, device=values.device)
+        make = torch.empty if num_tokens is None else torch.zeros  # without a count every row is written
+        out = make(tokens, spec.hidden, dtype=torch.bfloat16, device=values.device)
     else:
         _check("out", out, (torch.bfloat16,), (tokens, spec.hidden), device, "Pass a bfloat16 tensor.")
         _check_out(out)

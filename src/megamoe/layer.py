@@ -30,7 +30,8 @@ class MegaMoE:
         group: a ``torch.distributed`` process group (``torch.distributed.group.WORLD`` for all processes), or None for
             one rank that owns every expert.
         max_tokens: the most tokens that a rank passes in one call; equal on all ranks.
-        backend: ``"cpu"``, ``"cuda"``, or ``"auto"``: the GPU engine where it runs, else the CPU engine.
+        backend: ``"cpu"``, ``"cuda"``, or ``"auto"``: the GPU engine where it can host this rank, else the CPU
+            engine (the reason is logged at INFO). Tensors must be on the engine's `device`.
         deadline: seconds that this rank waits for another one before it raises `DeadlineError`.
 
     Raises:
@@ -114,6 +115,14 @@ class MegaMoE:
         return self._runtime.engine.device
 
     @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank by what they are for; on the GPU engine ``arena``, ``workspace`` and ``weights``.
+
+        Arena and workspace are shared by all layers of the same sizes in the process, so that a model has them once.
+        """
+        return dict(self._runtime.engine.memory)
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._runtime.closed
@@ -143,7 +152,9 @@ class MegaMoE:
     def load(self, source: WeightSource) -> None:
         """Load this rank's experts; replaces earlier weights. Collective.
 
-        The CPU engine keeps the given tensors and copies none, so overwriting them in place changes the layer.
+        The CPU engine keeps the given tensors and copies none, so overwriting them in place changes the layer. The GPU
+        engine lays them out anew in its own memory; a second `load` writes to the same memory, so that captured graphs
+        use the new weights.
 
         Args:
             source: ``megamoe.checkpoint(path, layer=n)``, of which only this rank's experts are read; or
@@ -151,6 +162,7 @@ class MegaMoE:
 
         Raises:
             WeightError, FormatError, CheckpointError: the weights do not fit the spec or are damaged.
+            EngineError: a format that the engine does not take (the GPU engine takes FP8 blocks), or too little memory.
             PeerError: another rank failed, or has another weight format.
         """
         self._alone("load")

@@ -18,7 +18,7 @@ from megamoe.formats import ue8m0
 from megamoe.spec import BLOCK, MoESpec
 from megamoe.weights import ExpertWeights
 
-__all__ = ["KernelWeights", "relayout", "scale_shapes"]
+__all__ = ["KernelWeights", "relayout", "weight_shapes"]
 
 INTERLEAVE = 8
 CHUNK = 16
@@ -52,20 +52,20 @@ class KernelWeights:
     @staticmethod
     def empty(spec: MoESpec, local_experts: int, device: torch.device | str) -> KernelWeights:
         """Memory for the weights of `local_experts` experts."""
-        h, i, el = spec.hidden // BLOCK, spec.intermediate // BLOCK, local_experts
-        s13, s2 = scale_shapes(spec, local_experts)
-        return KernelWeights(
-            w13=torch.empty((el, 2 * i, h, BLOCK, BLOCK), dtype=torch.uint8, device=device),
-            w13_scales=torch.empty(s13, dtype=torch.float32, device=device),
-            w2=torch.empty((el, h, i, BLOCK, BLOCK), dtype=torch.uint8, device=device),
-            w2_scales=torch.empty(s2, dtype=torch.float32, device=device),
-        )
+        names = ("w13", "w13_scales", "w2", "w2_scales")
+        shapes = zip(names, weight_shapes(spec, local_experts), strict=True)
+        return KernelWeights(**{n: torch.empty(shape, dtype=dtype, device=device) for n, (shape, dtype) in shapes})
 
 
-def scale_shapes(spec: MoESpec, local_experts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of `KernelWeights.w13_scales` and `w2_scales`."""
-    h, i = spec.hidden // BLOCK, spec.intermediate // BLOCK
-    return (local_experts, i, h, TILE_SCALES), (local_experts, -(-h // 2), i, TILE_SCALES)
+def weight_shapes(spec: MoESpec, local_experts: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shape and dtype of each field of `KernelWeights`, in order."""
+    h, i, el = spec.hidden // BLOCK, spec.intermediate // BLOCK, local_experts
+    return (
+        ((el, 2 * i, h, BLOCK, BLOCK), torch.uint8),
+        ((el, i, h, TILE_SCALES), torch.float32),
+        ((el, h, i, BLOCK, BLOCK), torch.uint8),
+        ((el, -(-h // 2), i, TILE_SCALES), torch.float32),
+    )
 
 
 def _tiles(matrix: torch.Tensor, out: torch.Tensor) -> None:
