@@ -66,6 +66,8 @@ class Sizes:
     capacity: int
     trace_words: int = 0
     """Words for time stamps: CTAs x 6 roles x 1024 where a tracing plan runs."""
+    keep_intermediate: bool = False
+    """Room for the intermediate in float32, where a plan that keeps it runs."""
 
     @property
     def experts(self) -> int:
@@ -136,6 +138,13 @@ WORKSPACE: Final = (
     Field("x_pool_scales", "float", 4, lambda s: s.pool_rows * s.hidden // BLOCK, "their scales [H/128][row]"),
     Field("h_pool", "u8", 1, lambda s: s.pool_rows * s.intermediate, "intermediate rows [row][I]"),
     Field("h_pool_scales", "float", 4, lambda s: s.pool_rows * s.intermediate // BLOCK, "their scales [I/128][row]"),
+    Field(
+        "h_float",
+        "float",
+        4,
+        lambda s: s.pool_rows * s.intermediate if s.keep_intermediate else 0,
+        "intermediate before requantisation [row][I]; only with a plan that keeps it",
+    ),
     Field("trace", "u64", 8, lambda s: s.trace_words, "[CTA][role][event] time stamps; only with a tracing plan"),
 )
 """Local fields, in order."""

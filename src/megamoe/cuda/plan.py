@@ -67,6 +67,7 @@ class Plan:
         lag: waves by which the second GEMM stays behind the first.
         peek: test the next stage's barrier under the last product of a k-block.
         trace: record time stamps (`Sizes.trace_words` must provide for them).
+        keep_intermediate: store the intermediate in float32, for tests (`Sizes.keep_intermediate` must be set).
         pipeline_limit_ticks: a pipeline inside a CTA that stands still for so many ticks of 4.3 s traps: the last
             resort, far beyond the deadline of any wait for a peer.
         role_registers: registers of a thread of the role warpgroup.
@@ -82,6 +83,7 @@ class Plan:
     lag: int = 0
     peek: bool = False
     trace: bool = False
+    keep_intermediate: bool = False
     pipeline_limit_ticks: int = 300
     role_registers: int = 56
     math_registers: int = 224
@@ -177,6 +179,7 @@ class Plan:
             "kLag": self.lag,
             "kPeek": self.peek,
             "kTrace": self.trace,
+            "kKeepIntermediate": self.keep_intermediate,
             "kPipelineLimitTicks": self.pipeline_limit_ticks,
             "kRoleRegisters": self.role_registers,
             "kMathRegisters": self.math_registers,

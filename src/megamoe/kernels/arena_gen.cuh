@@ -17,7 +17,7 @@ struct Params {
   u8* arena[kMaxRanks];  // every rank's arena, own included
   u64 arena_at[9];  // byte offset of each field
   u8* workspace;
-  u64 workspace_at[13];
+  u64 workspace_at[14];
   const u8* w13;  // tiles of 128 gate/up rows (alternating by 8) x 128, swizzled
   const float* w13_scales;  // [expert][256 rows][k-block] gate, up, gate, up
   const u8* w2;  // tiles of 128 rows x 128, swizzled
@@ -148,9 +148,14 @@ MEGAMOE_DEVICE float* h_pool_scales(const Params& p) {
   return reinterpret_cast<float*>(p.workspace + p.workspace_at[11]);
 }
 
+// intermediate before requantisation [row][I]; only with a plan that keeps it
+MEGAMOE_DEVICE float* h_float(const Params& p) {
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[12]);
+}
+
 // [CTA][role][event] time stamps; only with a tracing plan
 MEGAMOE_DEVICE u64* trace(const Params& p) {
-  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[12]);
+  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[13]);
 }
 
 }  // namespace workspace

@@ -54,6 +54,7 @@ class Epilogue {
           float& h = finals[8 * j + 2 * r + c];
           h = math::swiglu_clamped(h, finals[8 * j + 4 + 2 * r + c], weight, p_.clamp);
           amax = math::amax_bits(amax, h);
+          if (token < tile.rows) keep_intermediate(tile, token, 8 * j + 2 * (lane_ % 4) + c, h);
         }
       }
       amax = math::amax_combine(amax, ptx::shfl_xor(amax, 1));
@@ -99,6 +100,7 @@ class Epilogue {
         float& h = t.finals[b][4 * j + c];
         h = math::swiglu_clamped(h, t.finals[b][4 * j + 2 + c], weight, p_.clamp);
         amax = math::amax_bits(amax, h);
+        if (token < tile.rows) keep_intermediate(tile, token, warpgroup_ * 64 + b * 32 + 8 * warp_ + lane_ / 4, h);
       }
 #pragma unroll
       for (int d = 4; d < 32; d *= 2) amax = math::amax_combine(amax, ptx::shfl_xor(amax, d));
@@ -156,6 +158,12 @@ class Epilogue {
     ptx::syncwarp();
     if (lane_ == 0) ptx::mbarrier_arrive(staged_barrier(base_, warpgroup_, ring_.buffer));
     ring_.advance();
+  }
+  // Before requantisation, for tests; only with a debugging plan.
+  MEGAMOE_DEVICE void keep_intermediate(const Tile& tile, u32 token, u32 column, float h) {
+    if constexpr (config::kKeepIntermediate) {
+      workspace::h_float(p_)[static_cast<u64>(tile.row + token) * kIntermediate + tile.column * 128 + column] = h;
+    }
   }
   MEGAMOE_DEVICE void store_scale(const Tile& tile, u32 token, float amax) {
     workspace::h_pool_scales(p_)[static_cast<u64>(tile.column) * p_.pool_rows + tile.row + token] =

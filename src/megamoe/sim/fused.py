@@ -23,7 +23,7 @@ from megamoe.sim.simulation import Launch, Simulation
 from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights
 
-__all__ = ["CASES", "FusedCase", "simulated"]
+__all__ = ["CASES", "FusedCase", "Ranks", "simulated"]
 
 ERROR: Final = 8e-3
 """End-to-end bound of the numerical contract."""
@@ -116,7 +116,7 @@ def _input(case: FusedCase, full: ExpertWeights, tokens: int, seed: int, hot: in
     return _Input(q, scales, ids, weights, wanted)
 
 
-class _Ranks:
+class Ranks:
     """The ranks of one case in a simulation."""
 
     def __init__(self, case: FusedCase, sim: Simulation) -> None:
@@ -124,7 +124,7 @@ class _Ranks:
         self.case = case
         self.full = _weights(spec)
         capacity = max(1, *(n for call in case.tokens for n in call))
-        self.sizes = sizes_of(spec, ranks, capacity)
+        self.sizes = replace(sizes_of(spec, ranks, capacity), keep_intermediate=case.plan.keep_intermediate)
         self.buffers = []
         self.params: list[Params] = []
         self.maps: list[Maps] = []
@@ -201,7 +201,7 @@ class _Ranks:
 
 
 def _prepare(case: FusedCase, sim: Simulation) -> Prepared:
-    ranks = _Ranks(case, sim)
+    ranks = Ranks(case, sim)
     staged = [ranks.stage(sim, call) for call in range(2)]
     ranks.write(staged[0][0])
 
