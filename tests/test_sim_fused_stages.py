@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fused_stages import FIRST_GEMM, SECOND_GEMM, stage_errors
 
+from fused_stages import FIRST_GEMM, SECOND_GEMM, stage_errors
 from megamoe import reference
 from megamoe.cuda.plan import Plan
 from megamoe.sim.fused import FusedCase, Ranks
