@@ -34,11 +34,18 @@ class CpuEngine:
         self._placement = placement
         self._control = control
         self._exchange = make_exchange(placement, control)
+        self._weight_bytes = 0
         self._experts: list[Experts] = []
         self._stats = [torch.zeros(spec.local_experts(placement.ranks), dtype=torch.int64) for _ in placement.local]
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of one rank's weights, which are the given tensors themselves; nothing else is kept between calls."""
+        return {"weights": self._weight_bytes}
+
     def load(self, weights: Sequence[ExpertWeights]) -> None:
         self._experts = [make_experts(self._spec, one) for one in weights]
+        self._weight_bytes = max(one.nbytes for one in weights)
         self.clear_stats()
 
     def warmup(self, bound: int) -> None:
@@ -64,7 +71,7 @@ class CpuEngine:
     def close(self) -> None:
         self._experts = []
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(self, calls: Sequence[Call]) -> None:
         try:
             plans = [self._plan(call, rank) for call, rank in zip(calls, self._placement.local, strict=True)]

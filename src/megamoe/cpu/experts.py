@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megamoe.cpu import fused
 from megamoe.cpu.decode import HALF_SCALE, e4m3_to_half_bits, has_nan
 from megamoe.cpu.routing import by_expert
 from megamoe.formats import fp8_block, mxfp4, ue8m0
@@ -18,10 +19,13 @@ __all__ = ["Experts", "make_experts"]
 _BATCH_ROUTES = 4096
 """Routes whose intermediates are held at once: bounds the scratch memory of a large call."""
 
+Piece = tuple[int, int, int]
+"""An expert and its routes ``[begin, end)`` in expert-major order."""
 
-def _batches(counts: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Split expert-major routes into batches of pieces ``(expert, begin, end)``, at most `_BATCH_ROUTES` each."""
-    batch: list[tuple[int, int, int]] = []
+
+def _batches(counts: list[int]) -> Iterator[list[Piece]]:
+    """Split expert-major routes into batches of at most `_BATCH_ROUTES`."""
+    batch: list[Piece] = []
     begin = room = 0
     for expert, count in enumerate(counts):
         stop = begin + count
@@ -38,14 +42,130 @@ def _batches(counts: list[int]) -> Iterator[list[tuple[int, int, int]]]:
         yield batch
 
 
+def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    """`rows` with rows of zeros up to a multiple: the libraries' products are slower for odd numbers of columns."""
+    missing = -len(rows) % multiple
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+class Projection(ABC):
+    """One projection of all experts: `values` ``[EL, N, K]`` as stored."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    @abstractmethod
+    def product(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        """`x` ``[m, K]`` times one expert's matrix, to `out` ``[m, N]``."""
+
+    def single_rows(self, experts: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """One row for each of several experts, `x` ``[A, K]`` to ``[A, N]``, or None where `product` is to be used."""
+        return None
+
+    def run(self, pieces: list[Piece], first: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        """All products of a batch: rows `x` ``[P, K]`` to `out` ``[P, N]``, both from route `first` on."""
+        single = [(expert, begin - first) for expert, begin, end in pieces if end - begin == 1]
+        if len(single) > 1:  # torch compiles sizes of one apart
+            experts, rows = torch.tensor(single).unbind(1)
+            result = self.single_rows(experts, x[rows])
+            if result is not None:
+                out[rows] = result.to(out.dtype)
+                pieces = [piece for piece in pieces if piece[2] - piece[1] > 1]
+        for expert, begin, end in pieces:
+            self.product(expert, x[begin - first : end - first], out[begin - first : end - first])
+
+
+class _Bf16Projection(Projection):
+    def product(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        matrix = self.values[expert]
+        if len(x) < (25 if torch.get_num_threads() > 1 else 45):
+            torch.mm(x, matrix.T, out=out)
+        else:
+            # With weights on the left the library splits the work better; measured from that many rows on.
+            out.copy_((matrix @ _padded(x, 16).T)[:, : len(x)].T)
+
+    def single_rows(self, experts: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        if self.values[0].numel() < fused.LEAST_ELEMENTS:
+            return None
+        done = fused.matvec_bf16.call(self.values, experts, x)
+        return None if done is None else done[0]
+
+
+class _Float32Projection(Projection):
+    """Products in float32 of weights that are decoded and scaled into one scratch matrix, expert by expert."""
+
+    def __init__(
+        self, values: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], scratch: torch.Tensor
+    ) -> None:
+        super().__init__(values)
+        self.scale = scale
+        self.shape = shape
+        self._matrix = scratch[: shape[0] * shape[1]].view(shape)
+
+    @abstractmethod
+    def _decode(self, expert: int, out: torch.Tensor) -> None:
+        """Write one expert's float32 weights to `out` ``[N, K]``."""
+
+    def product(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._decode(expert, self._matrix)
+        if len(x) == 1:
+            out[0] = torch.mv(self._matrix, x[0])
+        elif len(x) == 2:
+            out.copy_(x @ self._matrix.T)
+        else:
+            out.copy_((self._matrix @ _padded(x, 16).T)[:, : len(x)].T)
+
+
+class _Fp8Projection(_Float32Projection):
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor) -> None:
+        super().__init__(values, scale, (values.shape[1], values.shape[2]), scratch)
+        # Not compiled for small matrices, nor for a single block in a dimension (torch compiles sizes of one apart).
+        self._fuse = values[0].numel() >= fused.LEAST_ELEMENTS and min(scale.shape[1:]) > 1
+        self._bits: torch.Tensor | None = None
+
+    def _float32_scale(self) -> torch.Tensor:
+        return ue8m0.decode(self.scale) if self.scale.dtype == ue8m0.E8M0 else self.scale
+
+    def single_rows(self, experts: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        if not self._fuse:
+            return None
+        done = fused.matvec_e4m3.call(self.values.view(torch.int8), self._float32_scale(), experts, x)
+        return None if done is None else done[0]
+
+    def _decode(self, expert: int, out: torch.Tensor) -> None:
+        values, scale = self.values[expert], self._float32_scale()[expert]
+        if self._fuse and fused.decode_e4m3.call(values.view(torch.int8), scale, out) is not None:
+            return
+        if has_nan(values):
+            out.copy_(values)
+        else:
+            if self._bits is None:
+                self._bits = torch.empty(self.shape, dtype=torch.int16)
+            out.copy_(e4m3_to_half_bits(values, self._bits))
+            scale = scale * HALF_SCALE
+        n, k = self.shape
+        out.view(n // BLOCK, BLOCK, k // BLOCK, BLOCK).mul_(scale.view(n // BLOCK, 1, k // BLOCK, 1))
+
+
+class _Mxfp4Projection(_Float32Projection):
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor) -> None:
+        super().__init__(values, scale, (values.shape[1], 2 * values.shape[2]), scratch)
+
+    def _decode(self, expert: int, out: torch.Tensor) -> None:
+        out.copy_(mxfp4.dequantize(self.values[expert], self.scale[expert]))
+
+
 class Experts(ABC):
     """One rank's experts. Rows are what a rank's input becomes before it travels: bytes, `row_bytes` each."""
 
     row_bytes: int
+    _gate_up: Projection
+    _down: Projection
+    _gate_up_dtype: torch.dtype
 
-    def __init__(self, spec: MoESpec, weights: ExpertWeights) -> None:
+    def __init__(self, spec: MoESpec, local_experts: int) -> None:
         self.spec = spec
-        self.weights = weights
+        self.local_experts = local_experts
 
     @abstractmethod
     def rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -56,20 +176,8 @@ class Experts(ABC):
         """The operand of the first product: ``[M, H]``."""
 
     @abstractmethod
-    def _gate_up(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """First product of one expert: `x` ``[m, H]`` to `out` ``[m, 2I]``."""
-
-    @abstractmethod
     def _round(self, h: torch.Tensor) -> torch.Tensor:
         """Float32 `h` ``[m, I]`` rounded as the contract says, as the operand of the second product."""
-
-    @abstractmethod
-    def _down(self, expert: int, h: torch.Tensor, out: torch.Tensor) -> None:
-        """Second product of one expert: `h` ``[m, I]`` to BF16 `out` ``[m, H]``."""
-
-    @property
-    @abstractmethod
-    def _gate_up_dtype(self) -> torch.dtype: ...
 
     def run(
         self, rows: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
@@ -84,19 +192,16 @@ class Experts(ABC):
         Returns:
             BF16 ``[routes, H]`` in the order given, and the counts per local expert.
         """
-        order, counts = by_expert(expert, self.weights.local_experts)
+        order, counts = by_expert(expert, self.local_experts)
         x, row, weight = self._unpack(rows), row[order], weight[order]
         down = torch.empty(len(order), self.spec.hidden, dtype=torch.bfloat16)
-        for batch in _batches(counts):
-            first, last = batch[0][1], batch[-1][2]
+        for pieces in _batches(counts):
+            first, last = pieces[0][1], pieces[-1][2]
             gate_up = torch.empty(last - first, 2 * self.spec.intermediate, dtype=self._gate_up_dtype)
-            for index, begin, end in batch:
-                self._gate_up(index, x[row[begin:end]], gate_up[begin - first : end - first])
+            self._gate_up.run(pieces, first, x[row[first:last]], gate_up)
             h = self._round(self._activate(gate_up, weight[first:last]))
             result = torch.empty(last - first, self.spec.hidden, dtype=torch.bfloat16)
-            for index, begin, end in batch:
-                piece = slice(begin - first, end - first)
-                self._down(index, h[piece], result[piece])
+            self._down.run(pieces, first, h, result)
             down[order[first:last]] = result
         return down, counts
 
@@ -116,8 +221,9 @@ class _Bf16Experts(Experts):
     _gate_up_dtype = torch.bfloat16
 
     def __init__(self, spec: MoESpec, weights: ExpertWeights) -> None:
-        super().__init__(spec, weights)
+        super().__init__(spec, weights.local_experts)
         self.row_bytes = 2 * spec.hidden
+        self._gate_up, self._down = _Bf16Projection(weights.w13), _Bf16Projection(weights.w2)
 
     def rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return x.contiguous().view(torch.uint8)
@@ -125,30 +231,26 @@ class _Bf16Experts(Experts):
     def _unpack(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.view(torch.bfloat16)
 
-    def _gate_up(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        torch.mm(x, self.weights.w13[expert].T, out=out)
-
     def _round(self, h: torch.Tensor) -> torch.Tensor:
         return h.bfloat16()
 
-    def _down(self, expert: int, h: torch.Tensor, out: torch.Tensor) -> None:
-        torch.mm(h, self.weights.w2[expert].T, out=out)
 
-
-class _ScaledExperts(Experts):
-    """FP8 and MXFP4 experts: weights are decoded and scaled expert by expert into one float32 scratch matrix.
-
-    Input and intermediate are quantised where the contract says. The products sum in float32 over the whole depth with
-    scales folded into the operands (one rounding of 2^-24 each), instead of promoting every k-block.
-    """
+class _QuantizedExperts(Experts):
+    """FP8 and MXFP4 experts: input and intermediate are quantised where the contract says. The products sum in float32
+    over the whole depth with scales folded into the operands (one rounding of 2^-24 each), instead of promoting every
+    k-block."""
 
     _gate_up_dtype = torch.float32
 
     def __init__(self, spec: MoESpec, weights: ExpertWeights) -> None:
-        super().__init__(spec, weights)
+        super().__init__(spec, weights.local_experts)
         self.row_bytes = spec.hidden + 4 * (spec.hidden // BLOCK)
-        rows = max(2 * spec.intermediate * spec.hidden, spec.hidden * spec.intermediate)
-        self._matrix = torch.empty(rows)
+        assert weights.w13_scale is not None
+        assert weights.w2_scale is not None
+        kind = _Fp8Projection if weights.format == "fp8_block" else _Mxfp4Projection
+        scratch = torch.empty(2 * spec.intermediate * spec.hidden)
+        self._gate_up = kind(weights.w13, weights.w13_scale, scratch)
+        self._down = kind(weights.w2, weights.w2_scale, scratch)
 
     def rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         if scales is None:
@@ -162,56 +264,10 @@ class _ScaledExperts(Experts):
             values.contiguous().view(fp8_block.E4M3), scales.contiguous().view(torch.float32)
         )
 
-    @abstractmethod
-    def _decode(self, values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, expert: int) -> None:
-        """Write the float32 weights of one expert's projection to `out` ``[N, K]``."""
-
-    def _product(
-        self, expert: int, values: torch.Tensor, scale: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        assert scale is not None
-        n, k = out.shape[1], x.shape[1]
-        matrix = self._matrix[: n * k].view(n, k)
-        self._decode(values[expert], scale[expert], matrix, expert)
-        if len(x) == 1:
-            out[0] = torch.mv(matrix, x[0])
-        else:
-            # Weights on the left: the library's float32 product is faster this way round for few columns.
-            out.copy_((matrix @ x.T).T)
-
-    def _gate_up(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._product(expert, self.weights.w13, self.weights.w13_scale, x, out)
-
     def _round(self, h: torch.Tensor) -> torch.Tensor:
         return fp8_block.dequantize_activations(*fp8_block.quantize_activations(h, "float32"))
-
-    def _down(self, expert: int, h: torch.Tensor, out: torch.Tensor) -> None:
-        self._product(expert, self.weights.w2, self.weights.w2_scale, h, out)
-
-
-class _Fp8Experts(_ScaledExperts):
-    def __init__(self, spec: MoESpec, weights: ExpertWeights) -> None:
-        super().__init__(spec, weights)
-        self._bits = torch.empty(self._matrix.shape, dtype=torch.int16)
-        self._nan = [has_nan(weights.w13[e]) or has_nan(weights.w2[e]) for e in range(weights.local_experts)]
-
-    def _decode(self, values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, expert: int) -> None:
-        n, k = out.shape
-        scale = ue8m0.decode(scale) if scale.dtype == ue8m0.E8M0 else scale
-        if self._nan[expert]:
-            out.copy_(values)
-        else:
-            out.copy_(e4m3_to_half_bits(values, self._bits[: n * k].view(n, k)))
-            scale = scale * HALF_SCALE
-        out.view(n // BLOCK, BLOCK, k // BLOCK, BLOCK).mul_(scale.view(n // BLOCK, 1, k // BLOCK, 1))
-
-
-class _Mxfp4Experts(_ScaledExperts):
-    def _decode(self, values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, expert: int) -> None:
-        out.copy_(mxfp4.dequantize(values, scale))
 
 
 def make_experts(spec: MoESpec, weights: ExpertWeights) -> Experts:
     """The experts of one rank for the format of `weights`."""
-    kinds: dict[str, type[Experts]] = {"fp8_block": _Fp8Experts, "mxfp4": _Mxfp4Experts, "bf16": _Bf16Experts}
-    return kinds[weights.format](spec, weights)
+    return _Bf16Experts(spec, weights) if weights.format == "bf16" else _QuantizedExperts(spec, weights)
