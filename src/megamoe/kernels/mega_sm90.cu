@@ -153,7 +153,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
       ptx::role("store");
       if (blockIdx.x == 0 && warp == kStoreWarp0 && fact(base, kTotalTiles) == 0 && ptx::lane_index() == 0) {
-        announce_done(p, fact(base, kEpoch));  // no route came here
+        // No route came here. A peer may start its next call, and overwrite the counts it sent here, once this rank is
+        // done: so not before every CTA has read them.
+        wait_count(p, Phase::kList, 0, barrier_word(p, fact(base, kEpoch), kListed), gridDim.x);
+        announce_done(p, fact(base, kEpoch));
       }
       Scatter(p, base, warp - kStoreWarp0).run();
     }
