@@ -136,7 +136,7 @@ class CudaEngine:
             rank=rank,
             params=aligned(Params),
             target=Target(*(buffers.view(name).data_ptr() for name in names)),
-            received=self._gpu.zeros("counters", (self._sizes.local_experts,), torch.int64),
+            received=self._gpu.zeros(f"counters of rank {rank}", (self._sizes.local_experts,), torch.int64),
             errors=errors,
             words=host_words(errors),
         )
