@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import megamoe.cpu.experts as cpu_experts
 from megamoe import MegaMoE, MoESpec, reference
-from megamoe.cpu.decode import HALF_SCALE, e4m3_to_float64, e4m3_to_half_bits, has_nan
 from megamoe.cpu.routing import by_expert, pack_routes, plan_dispatch, unpack_routes
 from megamoe.errors import InputError
+from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_float64, e4m3_to_half_bits, has_nan
 from megamoe.formats.fp8_block import E4M3
 from moe_cases import SPEC, make_call, make_weights
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -249,3 +251,12 @@ def test_relative_error() -> None:
     assert reference.relative_error(torch.zeros(3), torch.zeros(3)) == 0
     assert reference.relative_error(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == 0.75
     assert math.isnan(reference.relative_error(torch.tensor([math.nan]), torch.ones(1)))
+    assert math.isnan(reference.relative_error(torch.tensor([math.nan]), torch.zeros(1)))
+    assert reference.relative_error(torch.ones(3), torch.zeros(3)) == math.inf
+
+
+def test_the_oracle_shares_no_code_with_an_engine() -> None:
+    told = "import sys, megamoe.reference; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True).stdout.split()
+    assert "megamoe.reference" in loaded
+    assert [name for name in loaded if name.startswith(("megamoe.cpu", "megamoe.cuda", "megamoe.sim"))] == []

@@ -17,14 +17,15 @@ What it fixes where the contract leaves room:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megamoe.cpu.decode import e4m3_to_float64
 from megamoe.errors import InputError, WeightError
 from megamoe.formats import fp8_block, mxfp4, ue8m0
+from megamoe.formats.e4m3 import e4m3_to_float64
 from megamoe.spec import BLOCK, MoESpec
 from megamoe.weights import ExpertWeights, stacked_rows
 
@@ -204,10 +205,15 @@ def combine(down: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative Frobenius error ``|value - reference| / |reference|``; 0 for equal tensors, also when both are zero."""
+    """Relative Frobenius error ``|value - reference| / |reference|``.
+
+    0 for equal tensors, also when both are zero; infinite when only `reference` is zero; NaN when either holds a NaN.
+    """
     value, reference = value.double(), reference.double()
-    difference = float((value - reference).norm())
-    return difference / float(reference.norm()) if difference else difference
+    difference, size = float((value - reference).norm()), float(reference.norm())
+    if difference == 0:
+        return 0.0
+    return difference / size if size else difference * math.inf
 
 
 def _prepare_input(

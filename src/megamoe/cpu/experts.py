@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from megamoe.cpu import fused
-from megamoe.cpu.decode import HALF_SCALE, e4m3_to_half_bits, has_nan
 from megamoe.cpu.routing import by_expert
 from megamoe.formats import fp8_block, mxfp4, ue8m0
+from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_half_bits, has_nan
 from megamoe.spec import BLOCK, MoESpec
 from megamoe.weights import ExpertWeights
 
