@@ -33,18 +33,18 @@ SPEC: Final = MoESpec(hidden=512, intermediate=256, experts=8, topk=2, clamp=10.
 
 @dataclass(frozen=True)
 class FusedCase:
-    """A layer and two calls.
+    """A layer and its calls.
 
     Attributes:
         plan: the kernel's configuration.
-        tokens: tokens of each rank in the first call, then in the second.
+        tokens: tokens of each rank, for each call.
         grid: CTAs of a rank.
         hot: every route of the first call goes to this expert.
         spec: the layer.
     """
 
     plan: Plan
-    tokens: tuple[tuple[int, ...], tuple[int, ...]]
+    tokens: tuple[tuple[int, ...], ...]
     grid: int = 3
     hot: int | None = None
     spec: MoESpec = SPEC

@@ -43,6 +43,8 @@ class Launch:
         arguments: for each rank, one value per kernel parameter; ``arguments[r]`` None leaves rank r out.
         cluster: CTAs of a cluster.
         shared: bytes of dynamic shared memory.
+        in_order: a rank's part starts when that rank's part of the launch before it in the list has ended, as in one
+            stream; the ranks do not wait for each other. Otherwise it starts at once.
     """
 
     kernel: Kernel
@@ -51,6 +53,7 @@ class Launch:
     arguments: Sequence[Sequence[Argument] | None]
     cluster: int = 1
     shared: int = 0
+    in_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,10 @@ class Simulation:
             if arguments is not None
         ]
         addresses = iter(self.arena.scratch([data for _, _, raw in entries for data in raw]))
-        for launch, rank, raw in entries:
+        last: dict[int, int] = {}
+        for number, (launch, rank, raw) in enumerate(entries):
+            after = last.get(rank, -1) if launch.in_order else -1
+            last[rank] = number
             grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid, 1, 1)
             if grid[0] % launch.cluster:
                 raise EngineError("grid", grid, f"a multiple of the cluster size {launch.cluster}", "Check the plan.")
@@ -245,6 +251,7 @@ class Simulation:
                 module,
                 launch.kernel.entry,
                 rank,
+                after,
                 *grid,
                 launch.block,
                 1,

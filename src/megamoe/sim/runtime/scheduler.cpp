@@ -134,6 +134,20 @@ bool deadline_passed(u64) {
   return machine.expired;
 }
 
+// The launches that wait for this one start: they see everything that it did, through every proxy.
+static void end_of_launch(u32 launch) {
+  for (const u32 next : machine.stages[launch].followers) {
+    Stage& stage = machine.stages[next];
+    if (machine.checked) {
+      const OwnedClock all = new_clock();
+      for (const Fiber* f : machine.stages[launch].fibers) join(all.get(), f->clock);
+      for (const View view : {kAsyncShared, kAsyncGlobal}) join_view(all.get() + view * clock_shape.stride, all.get());
+      for (Fiber* f : stage.fibers) join(f->clock, all.get());
+    }
+    wake(stage.held);
+  }
+}
+
 static void entry() {
   (*fiber()->cta->body)();
   Fiber* f = fiber();
@@ -155,13 +169,15 @@ static void entry() {
       if (m->live && m->bytes != 0) leaves(5, "copies into its shared memory still under way");
     }
   }
+  if (--machine.stages[f->cta->launch].live == 0) end_of_launch(f->cta->launch);
   changed();
   switch_to_scheduler();
   std::abort();
 }
 
-static void build_cta(const Launch& launch, u32 number) {
+static void build_cta(const Launch& launch, u32 index, u32 number) {
   auto c = std::make_unique<Cta>();
+  Stage& stage = machine.stages[index];
   const Dim3 g = launch.grid;
   c->rank = launch.rank;
   c->id = static_cast<u32>(machine.ctas.size());
@@ -178,6 +194,8 @@ static void build_cta(const Launch& launch, u32 number) {
   const u32 threads = launch.block.x * launch.block.y * launch.block.z;
   c->cluster->total += threads;
   c->live = threads;
+  c->launch = index;
+  stage.live += threads;
   bind_shared(c.get());
   std::memset(c->shared, 0xff, kSharedBytes);
   for (auto& m : modules) std::memset(reinterpret_cast<u8*>(c->thread_base + static_cast<u64>(m.statics)), 0xff, m.statics_bytes);
@@ -209,6 +227,7 @@ static void build_cta(const Launch& launch, u32 number) {
     f->warp->lane[f->lane] = f.get();
     prepare_stack(f.get(), entry);
     c->fibers.push_back(f.get());
+    stage.fibers.push_back(f.get());
     machine.fibers.push_back(std::move(f));
   }
   machine.ctas.push_back(std::move(c));
@@ -242,11 +261,16 @@ struct Style {
   u32 event_bias = 1024;  // of 1024: how often a pending event goes before a runnable warp
   std::vector<Fiber*> late;
   u64 late_until = 0;
+  bool freezes = false;          // now and then one warp stands still until nothing else can go on
+  const Warp* frozen = nullptr;
 };
 
-static Style choose_style() {
+static Style choose_style(const std::vector<Launch>& launches) {
   Style style;
-  for (auto& f : machine.fibers) style.late.push_back(f.get());
+  for (auto& f : machine.fibers) {
+    if (launches[f->cta->launch].after >= 0) machine.stages[f->cta->launch].held.push_back(f.get());
+    else style.late.push_back(f.get());
+  }
   if (machine.random) {
     constexpr u32 kBias[] = {4, 64, 400, 1024};
     style.event_bias = kBias[random_below(4)];
@@ -273,6 +297,9 @@ static Style choose_style() {
       style.late = std::move(rest);
       return style;
     }
+    // In streams of launches a warp may stand still while everything else goes on, even into the next launches.
+    const bool streams = std::any_of(launches.begin(), launches.end(), [](auto& l) { return l.after >= 0; });
+    style.freezes = streams && random_below(4);
   }
   wake(style.late);
   return style;
@@ -349,11 +376,19 @@ static void loop(Style style) {
     const u32 active = static_cast<u32>(m.active.size());
     Warp* w = m.active[m.random ? random_below(active) : 0];
     if (w->slow && random_below(16)) w = m.active[random_below(active)];
+    if (style.freezes) {
+      if (!style.frozen && !random_below(64)) style.frozen = w;
+      if (w == style.frozen) {
+        if (active > 1 || !m.events.empty()) continue;
+        style.frozen = nullptr;
+      }
+    }
     run_warp(w);
   }
 }
 
-// Runs all launches at once until every thread has returned, or the run fails. Leaves findings and counters in `machine`.
+// Runs all launches at once, but for those that come after another one, until every thread has returned, or the run
+// fails. Leaves findings and counters in `machine`.
 void run(const std::vector<Launch>& launches, const Options& options) {
   auto buffers = std::move(machine.buffers);
   machine = Machine{};
@@ -365,16 +400,19 @@ void run(const std::vector<Launch>& launches, const Options& options) {
   for (int i = 0; i < 8; ++i) random_bits();
   std::sort(machine.buffers.begin(), machine.buffers.end(), [](auto& a, auto& b) { return a.begin < b.begin; });
   use_thread_block(scheduler_block());
-  for (auto& launch : launches) {
+  machine.stages.resize(launches.size());
+  for (u32 i = 0; i < launches.size(); ++i) {
+    const Launch& launch = launches[i];
     const u32 count = launch.grid.x * launch.grid.y * launch.grid.z;
-    for (u32 n = 0; n < count; ++n) build_cta(launch, n);
+    for (u32 n = 0; n < count; ++n) build_cta(launch, i, n);
+    if (launch.after >= 0) machine.stages[launch.after].followers.push_back(i);
   }
   if (machine.checked) {
     build_clocks();
     reset_shadow();
   }
   machine.hooks = machine.checked;
-  if (!machine.ctas.empty()) loop(choose_style());
+  if (!machine.ctas.empty()) loop(choose_style(launches));
   use_thread_block(scheduler_block());
   current = nullptr;
   machine.hooks = false;

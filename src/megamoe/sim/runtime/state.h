@@ -206,7 +206,7 @@ struct Cta : BlockView {
   NamedBarrier named[16];
   std::vector<std::unique_ptr<Mbarrier>> mbarriers;
   Cluster* cluster = nullptr;
-  u32 live = 0;
+  u32 live = 0, launch = 0;
   u32 shared_queue = 0, queues = 0;
   int free_registers = 0;
   std::vector<Fiber*> register_waiters;
@@ -234,6 +234,14 @@ struct Launch {
   Dim3 grid, block;
   u32 cluster, dynamic_bytes;
   std::function<void()> body;
+  int after = -1;  // starts when that launch has ended, as in one stream
+};
+
+// A launch of the run in progress.
+struct Stage {
+  u32 live = 0;  // threads that have not ended
+  std::vector<Fiber*> fibers, held;
+  std::vector<u32> followers;
 };
 
 enum class Expiry : u8 { never, deadlock, random };
@@ -282,6 +290,7 @@ struct Machine {
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<std::unique_ptr<WarpGroup>> groups;
   std::vector<std::unique_ptr<Cluster>> clusters;
+  std::vector<Stage> stages;
   std::vector<u32> component_rank;
   std::vector<std::string> component_label;  // of components that are no thread
   std::unordered_map<const void*, std::string> names;

@@ -4,7 +4,7 @@
 //   module PATH                    load a kernel library
 //   option NAME VALUE              of the next run, see set_option
 //   buffer RANK BEGIN BYTES PEERS READONLY LABEL
-//   launch MODULE ENTRY RANK GX GY GZ BX BY BZ CLUSTER SHARED COUNT ARGUMENT...   (addresses of the arguments)
+//   launch MODULE ENTRY RANK AFTER GX GY GZ BX BY BZ CLUSTER SHARED COUNT ARGUMENT...   (addresses of the arguments)
 //   sizes MODULE ENTRY             sizes of the kernel's parameters
 //   run                            options, buffers and launches are forgotten afterwards
 #include <dlfcn.h>
@@ -173,8 +173,8 @@ void read_launch(std::istringstream& words) {
   Launch launch;
   size_t module = 0, count = 0;
   std::string entry;
-  words >> module >> entry >> launch.rank >> launch.grid.x >> launch.grid.y >> launch.grid.z >> launch.block.x >> launch.block.y >>
-      launch.block.z >> launch.cluster >> launch.dynamic_bytes >> count;
+  words >> module >> entry >> launch.rank >> launch.after >> launch.grid.x >> launch.grid.y >> launch.grid.z >> launch.block.x >>
+      launch.block.y >> launch.block.z >> launch.cluster >> launch.dynamic_bytes >> count;
   std::vector<const void*> arguments(count);
   for (auto& a : arguments) {
     u64 address = 0;
@@ -182,6 +182,7 @@ void read_launch(std::istringstream& words) {
     a = reinterpret_cast<const void*>(address);
   }
   if (!words) refuse("incomplete launch");
+  if (launch.after >= static_cast<int>(launches.size())) refuse("a launch after one that comes later");
   const auto call = reinterpret_cast<Entry>(symbol(module, "sim_entry_" + entry));
   launch.body = [call, arguments = std::move(arguments)] { call(arguments.data()); };
   launches.push_back(std::move(launch));
