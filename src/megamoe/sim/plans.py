@@ -19,11 +19,10 @@ from megamoe.sim.simulation import Expiry, Launch, Mutation, Simulation
 
 __all__ = ["MODULES", "Prepared", "Runner", "SimPlan", "find", "plans"]
 
-MODULES: Final = ("megamoe.sim.selftest", "megamoe.sim.gemm", "megamoe.sim.fused", "megamoe.sim.fused_stream")
+MODULES: Final = (
     "megamoe.sim.selftest",
     "megamoe.sim.gemm",
     "megamoe.sim.fused",
-    "megamoe.sim.absent",
     "megamoe.sim.fused_stream",
 )
 """Modules with plans; each has a function ``simulated() -> Iterable[SimPlan]``."""
