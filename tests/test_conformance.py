@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamoe.bench.conformance import Case, Recorded, Simulator, compare, digest, record, rows
+from megamoe.bench.conformance import Case, MapOf, Recorded, Simulator, compare, digest, record, rows
 from megamoe.bench.conformance_cases import CASES
 from megamoe.sim.requirements import missing
 
@@ -68,3 +68,53 @@ def test_a_nan_reaches_its_row_and_column_only() -> None:
     for source in range(2):
         assert torch.equal(out[0, source].isnan(), touched)
         assert torch.equal(out[1, source].isnan(), touched.T)
+
+
+_STORE = """
+#include "config.cuh"
+#include "ptx.cuh"
+struct Arguments {
+  unsigned char* out;
+};
+extern "C" __global__ void __launch_bounds__(32)
+    store(const __grid_constant__ CUtensorMap out, const __grid_constant__ Arguments p) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const ptx::Smem base = ptx::shared_address(smem);
+  for (unsigned i = threadIdx.x; i < 128; i += 32) ptx::st_shared_u32(base + i * 4, i);
+  ptx::fence_proxy_async_shared();
+  ptx::syncwarp();
+  if (threadIdx.x == 0) {
+    ptx::tma_store_2d(&out, base, config::kX, config::kY);
+    ptx::bulk_commit();
+    ptx::bulk_wait<0>();
+  }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "finding"),
+    [(16, 8, None), (48, 30, None), (8, 0, "not a multiple of 16"), (-16, 0, "negative"), (0, -1, "negative")],
+)
+def test_stores_that_fault_on_hardware_are_findings(tmp_path: Path, x: int, y: int, finding: str | None) -> None:
+    (tmp_path / "store.cu").write_text(_STORE)
+    case = Case(
+        name="store",
+        source=str(tmp_path / "store.cu"),
+        entry="store",
+        inputs=dict,
+        outputs={"out": ((40, 64), torch.uint8)},
+        config={"kX": x, "kY": y},
+        threads=32,
+        shared=1024,
+        maps=(MapOf("out", "uint8", (64, 40), (64,), (32, 16), swizzle=0),),
+    )
+    if finding is None:
+        out = Simulator().run(case)["out"]
+        inside = out[y : y + 16, x : x + 32]
+        box = torch.arange(128, dtype=torch.int32).view(torch.uint8).view(16, 32)
+        assert torch.equal(inside, box[: inside.shape[0], : inside.shape[1]])
+        assert int((out != 0xA5).sum()) <= inside.numel()
+    else:
+        with pytest.raises(AssertionError, match=finding):
+            Simulator().run(case)

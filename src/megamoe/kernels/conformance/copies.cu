@@ -3,7 +3,8 @@
 // boxes       one CTA of 128 threads. swizzled, linear: uint8 maps [60][512] over `image`, boxes 64 x 128 with the 128-byte
 //             swizzle and 32 x 64 without; cube: [3][20][256] over `image`, box 1 x 16 x 128, swizzled; halves: BF16 map
 //             [24][96] over `halves`, box 8 x 64, swizzled. out: shared memory after each load of kLoads.
-// stores      one CTA. Boxes stored at places that reach over every edge: floats: float32 map [40][48] over `floats`, box
+// stores      one CTA. Boxes stored at places that reach over the far edges (an H200 faults on negative coordinates of a
+//             store, and on columns that are no multiple of 16 bytes): floats: float32 map [40][48] over `floats`, box
 //             16 x 32, swizzled; plain: uint8 map [40][64] over `plain`, box 16 x 32, linear. `bulk` gets bulk stores.
 // bulk_loads  one CTA. Bulk loads of several sizes, and cp.async in two groups.
 // pair        a cluster of two CTAs: each multicasts its half of a 2-D and a 3-D box and of a bulk copy. out[cta].
@@ -84,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)
   ptx::fence_proxy_async_shared();
   __syncthreads();
   if (threadIdx.x == 0) {
-    constexpr int kPlaces[4][2] = {{0, 0}, {32, 30}, {-8, 18}, {24, -7}};
+    constexpr int kPlaces[4][2] = {{0, 0}, {32, 30}, {16, 27}, {48, 3}};
     for (const auto& at : kPlaces) {
       ptx::tma_store_2d(&floats, base + kTile, at[0], at[1]);
       ptx::tma_store_2d(&plain, base + (kTile + 2048), at[0], at[1]);

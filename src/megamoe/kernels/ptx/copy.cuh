@@ -8,7 +8,8 @@ MEGAMOE_DEVICE void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Box of the map at (x, y[, z]), x the contiguous dimension in elements; completes `bar` with the box's bytes.
+// Box of the map at (x, y[, z]), x the contiguous dimension in elements; completes `bar` with the box's bytes. x times the
+// element's size must be a multiple of 16; the box may reach over any edge (zeros), a stored one only over the far edges.
 MEGAMOE_DEVICE void tma_load_2d(Smem dst, const CUtensorMap* map, Smem bar, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(

@@ -116,6 +116,15 @@ void issue(std::unique_ptr<LoadEvent> e, u8* dst, u8* bar, u32 mask, u64 total) 
 }  // namespace
 
 void check_box(const TensorMap& m, int x, int y, int z, bool write, const char* what, const AsyncIssue* how) {
+  // Both end in an illegal instruction on an H200, though no manual says so.
+  if (static_cast<long long>(x) * m.element_bytes % 16 != 0) {
+    fail("misuse", format("%s at column %d of %u-byte elements: not a multiple of 16 bytes, %s", what, x, m.element_bytes,
+                          at(fiber()->pc).c_str()));
+  }
+  if (write && (x < 0 || y < 0 || z < 0)) {
+    fail("misuse", format("%s at (%d, %d, %d): negative coordinates are for loads, %s", what, x, y, z,
+                          at(fiber()->pc).c_str()));
+  }
   const BoxColumns columns = box_columns(m, x);
   if (columns.first >= columns.last) return;
   const u32 n = (columns.last - columns.first) * m.element_bytes;
