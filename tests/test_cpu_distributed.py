@@ -17,8 +17,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megamoe import MegaMoE, MoESpec, local_group, reference
-from megamoe.errors import ClosedError, DeadlineError, InputError, MegaMoEError, PeerError, SpecError, WeightError
+from megamoe import ExpertWeights, MegaMoE, MoESpec, local_group, reference
+from megamoe.control import Control
+from megamoe.errors import (
+    ClosedError,
+    DeadlineError,
+    EngineError,
+    InputError,
+    MegaMoEError,
+    PeerError,
+    SpecError,
+    WeightError,
+)
 from moe_cases import SPEC, make_call, make_weights, part
 
 RANKS = 4
@@ -77,11 +87,14 @@ def play_four(rank: int, _: Path) -> dict[str, Any]:
     refused("format", lambda: layer.load(make_weights(SPEC, "bf16" if rank == 2 else "fp8_block")))
     refused("phase", lambda: layer.warmup() if rank == 0 else layer(*call))
     refused("warmup", lambda: layer.warmup(bound=16 if rank == 1 else 8))
+    refused("warmup type", lambda: layer.warmup(bound=torch.tensor(8) if rank == 1 else 8))  # type: ignore[arg-type]
+    refused("reader", lambda: layer.load(_Unreadable() if rank == 2 else make_weights(SPEC, "fp8_block")))
 
     other = MoESpec(hidden=256, intermediate=128, experts=8, topk=2) if rank == 3 else SPEC
     seen["spec"] = caught(lambda: MegaMoE(other, world, deadline=30))
     seen["max_tokens"] = caught(lambda: MegaMoE(SPEC, world, max_tokens=8 if rank == 0 else 64, deadline=30))
     seen["constructor"] = caught(lambda: MegaMoE(SPEC, world, max_tokens=-1 if rank == 1 else 64, deadline=30))
+    seen["deadline"] = caught(lambda: MegaMoE(SPEC, world, deadline=0 if rank == 2 else 30))
     odd = MoESpec(hidden=256, intermediate=128, experts=6, topk=2)
     seen["experts"] = caught(lambda: MegaMoE(odd, world, deadline=30))
 
@@ -91,14 +104,13 @@ def play_four(rank: int, _: Path) -> dict[str, Any]:
         half.load(make_weights(SPEC, "fp8_block"))
         seen["pair"] = (half.rank, half.ranks, half(*call))
 
-    # Computing fails on one rank (as if out of memory): the others hear of it before they wait for its results.
-    if rank == 2:
-        broken = layer._runtime.engine._experts[0]
-        original, broken.run = broken.run, _out_of_memory
-    seen["compute"] = caught(lambda: layer(*call))
-    if rank == 2:
-        broken.run = original
-    seen["compute after"] = torch.equal(layer(*call), good)
+    # A step fails on one rank (as if out of memory): the others hear of it before they wait for what it makes.
+    for name, step in (("rows", "rows"), ("compute", "run")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 2:
+                patch.setattr(layer._runtime.engine._experts[0], step, _out_of_memory)
+            seen[name] = caught(lambda: layer(*call))
+        seen[f"{name} after"] = torch.equal(layer(*call), good)
 
     # A late rank: the others give up; all agree on a new start.
     hasty = MegaMoE(SPEC, world, deadline=1.5)
@@ -126,6 +138,15 @@ def play_four(rank: int, _: Path) -> dict[str, Any]:
 
 def _out_of_memory(*_: Any) -> Any:
     raise RuntimeError("not enough memory\nand a stack trace")
+
+
+class _Unreadable:
+    """A checkpoint of somebody else's making whose reader fails with an error that is not this package's."""
+
+    spec = SPEC
+
+    def read(self, first_expert: int = 0, count: int | None = None) -> ExpertWeights:
+        raise KeyError("experts.3")
 
 
 def _process(rank: int, ranks: int, directory: Path) -> None:
@@ -188,6 +209,8 @@ def test_processes_compute_what_a_local_group_does(four: list[dict[str, Any]], w
         ("two bad", {0, 3}, InputError, "rank 0: expert_ids: got shape.*rank 3: expert_ids"),
         ("too many tokens", {3}, InputError, "rank 3: x: got 33 tokens"),
         ("load", {0, 2, 3}, WeightError, r"rank 0: weights: got experts \[2, 4\)"),
+        ("reader", {2}, EngineError, "rank 2: load: got KeyError: 'experts.3'"),
+        ("warmup type", {1}, InputError, r"rank 1: bound: got tensor\(8\)"),
     ],
 )
 def test_a_refusal_reaches_all_ranks_at_once(
@@ -226,6 +249,8 @@ def test_disagreement_is_one_message_on_all_ranks(four: list[dict[str, Any]], sc
 def test_constructor_refusals_reach_all_ranks(four: list[dict[str, Any]]) -> None:
     assert [type(seen["constructor"]) for seen in four] == [PeerError, InputError, PeerError, PeerError]
     assert "rank 1: max_tokens: got -1" in str(four[0]["constructor"])
+    assert [type(seen["deadline"]) for seen in four] == [PeerError, PeerError, InputError, PeerError]
+    assert "rank 2: deadline: got 0" in str(four[0]["deadline"])
     assert all(type(seen["experts"]) is SpecError for seen in four)
 
 
@@ -236,12 +261,13 @@ def test_disjoint_groups_do_not_meet(four: list[dict[str, Any]]) -> None:
         assert reference.relative_error(seen["pair"][2], reference.forward(SPEC, w, *call)) < 8e-3
 
 
-def test_a_failure_while_computing_reaches_all_ranks(four: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("step", ["rows", "compute"])
+def test_a_failure_on_one_rank_reaches_all_ranks(four: list[dict[str, Any]], step: str) -> None:
     for rank, seen in enumerate(four):
-        assert "not enough memory" in str(seen["compute"])
-        assert "stack trace" not in str(seen["compute"])
-        assert rank == 2 or (type(seen["compute"]) is PeerError and "rank 2" in str(seen["compute"]))
-        assert seen["compute after"]
+        assert "not enough memory" in str(seen[step])
+        assert "stack trace" not in str(seen[step])
+        assert rank == 2 or (type(seen[step]) is PeerError and "rank 2" in str(seen[step]))
+        assert seen[f"{step} after"]
 
 
 def test_a_late_rank_is_a_deadline_and_reset_recovers(four: list[dict[str, Any]]) -> None:
@@ -266,3 +292,42 @@ def test_a_dead_rank_is_noticed_before_the_deadline(four: list[dict[str, Any]]) 
 def test_a_group_needs_torch_distributed() -> None:
     with pytest.raises(InputError, match="group"):
         MegaMoE(SPEC, group=object())  # type: ignore[arg-type]
+
+
+def test_an_interrupted_exchange_needs_a_reset() -> None:
+    class Interrupted:
+        def allgather(self, *_: Any) -> Any:
+            raise KeyboardInterrupt
+
+    control = Control(None)
+    control.size, control._group = 2, Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        control.agree("call")
+    with pytest.raises(ClosedError, match=r"error in 'call'.*reset\(\)"):
+        control.agree("call")
+
+
+def _alone(rank: int, directory: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    start = time.monotonic()
+    result = caught(lambda: MegaMoE(SPEC, dist.group.WORLD, deadline=1.5)) if rank == 1 else None
+    torch.save((result, time.monotonic() - start), directory / f"{rank}.pt")
+    while not (directory / "1.pt").exists():
+        time.sleep(0.1)
+    os._exit(0)
+
+
+def test_a_constructor_waits_no_longer_than_its_deadline(tmp_path: Path) -> None:
+    """Rank 0 is there but never makes its layer; the process group itself would wait for half an hour."""
+    processes = mp.spawn(_alone, args=(tmp_path,), nprocs=2, join=False)
+    assert processes is not None
+    deadline = time.monotonic() + 90
+    while not processes.join(timeout=2):
+        if time.monotonic() > deadline:
+            for process in processes.processes:
+                process.kill()
+            pytest.fail("the constructor hangs")
+    error, seconds = torch.load(tmp_path / "1.pt", weights_only=False)
+    assert type(error) is DeadlineError
+    assert "construct on rank 1" in str(error)
+    assert seconds < 20

@@ -75,11 +75,13 @@ class Control:
             raise InputError("group", "a group without this process", "a group that it is in", "Pass its own group.")
         if self.size == 1:
             return
-        token = [uuid4().hex]
+        # Not broadcast_object_list: it would wait as long as `group` does, half an hour by default.
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        token = torch.tensor(list(uuid4().bytes), dtype=torch.uint8, device=device)
         with self._waiting("construct"):
-            device = torch.device("cuda") if dist.get_backend(group) == "nccl" else None
-            dist.broadcast_object_list(token, src=dist.get_global_rank(group, 0), group=group, device=device)
-        self._token = token[0]
+            work = dist.broadcast(token, src=dist.get_global_rank(group, 0), group=group, async_op=True)
+            work.wait(timedelta(seconds=deadline))
+        self._token = bytes(token.tolist()).hex()
         self._connect("construct")
 
     def _connect(self, phase: str) -> None:
@@ -94,6 +96,9 @@ class Control:
         """Translate the backend's errors. After one of them the connections are out of step until `reset`."""
         try:
             yield
+        except KeyboardInterrupt:  # between two ranks' halves of an exchange: out of step as well
+            self._broken = phase
+            raise
         except RuntimeError as error:
             # "[.../pair.cc:553] Connection closed by peer [ip]:port. This is ...": without source position and advice.
             text = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).partition(". ")[0][:_TEXT]
@@ -151,10 +156,10 @@ class Control:
                 raise error
             return [list(numbers)]
         self._usable(phase)
-        mine = {"phase": phase, "facts": dict(facts or {}), "numbers": list(numbers), "error": None}
-        if error is not None:
-            mine["error"] = str(error)[:_TEXT]
-        headers = self._all_gather(phase, json.dumps(mine, ensure_ascii=False).encode())
+        # What a refusal is about may be anything, also what JSON cannot hold: only its text travels.
+        mine: dict[str, object] = {"phase": phase, "error": None if error is None else str(error)[:_TEXT]}
+        mine["facts"], mine["numbers"] = ({}, []) if error is not None else (dict(facts or {}), list(numbers))
+        headers = self._all_gather(phase, json.dumps(mine, ensure_ascii=False).encode(errors="replace"))
         if error is not None:
             raise error
         self._compare(phase, headers)

@@ -18,6 +18,7 @@ __all__ = [
     "PeerError",
     "SpecError",
     "WeightError",
+    "stated",
 ]
 
 
@@ -83,3 +84,24 @@ class EngineError(MegaMoEError, RuntimeError):
 
 class CompileError(MegaMoEError, RuntimeError):
     """A kernel did not compile, or its compiler report breaks the policy (spills, C75xx)."""
+
+
+def stated(what: str, error: Exception) -> MegaMoEError:
+    """`error` itself if it is one of this package's, else an `EngineError` chained to it: something to tell the other
+    ranks, which wait whatever went wrong here.
+
+    Args:
+        what: the step that failed.
+        error: what it raised.
+    """
+    if isinstance(error, MegaMoEError):
+        return error
+    reason = (str(error).splitlines() or ["no message"])[0]
+    result = EngineError(
+        what,
+        f"{type(error).__name__}: {reason}",
+        "a step that succeeds on every rank",
+        "The chained error, on the rank that failed, shows where; less memory is needed with smaller batches.",
+    )
+    result.__cause__ = error
+    return result

@@ -51,10 +51,15 @@ class MegaMoE:
         *,
         deadline: float = DEFAULT_DEADLINE,
     ) -> None:
-        positive_number("deadline", deadline, integer=False, way_out="Pass seconds.")
+        refusal: InputError | None = None
+        try:
+            positive_number("deadline", deadline, integer=False, way_out="Pass seconds.")
+        except InputError as error:  # raised by Runtime, which tells the other ranks first
+            refusal, deadline = error, DEFAULT_DEADLINE
         control = Control(group, deadline)
         placement = Placement(ranks=control.size, local=(control.rank,))
-        self._attach(Runtime(spec, placement, control, max_tokens, backend, "Pass the most tokens of a call."), 0)
+        bounds = "Pass the most tokens of a call."
+        self._attach(Runtime(spec, placement, control, max_tokens, backend, bounds, refusal), 0)
 
     @classmethod
     def _member(cls, runtime: Runtime, index: int) -> MegaMoE:

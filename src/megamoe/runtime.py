@@ -16,7 +16,7 @@ import torch
 import megamoe
 from megamoe.control import Control
 from megamoe.engine import Backend, Call, Engine, Placement, create_engine
-from megamoe.errors import ClosedError, InputError, MegaMoEError, SpecError, WeightError
+from megamoe.errors import ClosedError, InputError, MegaMoEError, SpecError, WeightError, stated
 from megamoe.inputs import positive_number
 from megamoe.spec import MoESpec, WeightFormat
 from megamoe.weights import ExpertWeights
@@ -73,11 +73,19 @@ def _check_scales(weights: ExpertWeights) -> None:
 class Runtime:
     """Engine and agreement for the ranks of `placement`.
 
-    Args and errors: those of `megamoe.MegaMoE` and `megamoe.local_group`.
+    Args and errors: those of `megamoe.MegaMoE` and `megamoe.local_group`; `bounds` is the way out of a bad
+    `max_tokens`, `refusal` an error of this rank that the others have not heard of yet.
     """
 
     def __init__(
-        self, spec: MoESpec, placement: Placement, control: Control, max_tokens: int, backend: Backend, bounds: str
+        self,
+        spec: MoESpec,
+        placement: Placement,
+        control: Control,
+        max_tokens: int,
+        backend: Backend,
+        bounds: str,
+        refusal: MegaMoEError | None = None,
     ) -> None:
         self.spec = spec
         self.placement = placement
@@ -90,6 +98,8 @@ class Runtime:
         failure: MegaMoEError | None = None
         engine: Engine | None = None
         try:
+            if refusal is not None:
+                raise refusal
             if not isinstance(spec, MoESpec):
                 raise SpecError("spec", type(spec).__name__, "a megamoe.MoESpec", "Pass MoESpec(hidden=..., ...).")
             positive_number("max_tokens", max_tokens, integer=True, way_out=bounds)
@@ -97,8 +107,8 @@ class Runtime:
             engine = create_engine(spec, placement, control, max_tokens, backend)
             facts = {**asdict(spec), "max_tokens": max_tokens, "engine": engine.name}
             facts["megamoe version"] = megamoe.__version__
-        except MegaMoEError as error:
-            failure = error
+        except Exception as error:
+            failure = stated("constructor", error)
         try:
             control.agree("construct", facts, error=failure)
         except BaseException:
@@ -195,8 +205,8 @@ class Runtime:
                         "weights", formats, "one format on all ranks", "Load every rank from one checkpoint."
                     )
                 facts = {"weight format": formats[0]}
-            except MegaMoEError as error:
-                failure = error
+            except Exception as error:
+                failure = stated("load", error)
             self._control.agree("load", facts, error=failure)
             engine.load(weights)
             self.weight_format = weights[0].format
@@ -221,8 +231,8 @@ class Runtime:
         with self._exclusive() as engine:
             try:
                 calls = prepare(self.loaded_format())
-            except MegaMoEError as error:
-                engine.refuse(error)
+            except Exception as error:
+                engine.refuse(stated("call", error))
             engine.forward(calls)
             return [call.out for call in calls]
 

@@ -12,7 +12,7 @@ from megamoe.cpu.exchange import make_exchange
 from megamoe.cpu.experts import Experts, make_experts
 from megamoe.cpu.routing import Outgoing, pack_routes, plan_dispatch, unpack_routes
 from megamoe.engine import Call, Placement
-from megamoe.errors import EngineError, InputError, MegaMoEError
+from megamoe.errors import InputError, MegaMoEError, stated
 from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights
 
@@ -73,15 +73,19 @@ class CpuEngine:
 
     @torch.inference_mode()
     def forward(self, calls: Sequence[Call]) -> None:
+        # Whatever can fail on one rank alone is done before its peers are told that it goes on.
+        rows: list[torch.Tensor] = []
         try:
             plans = [self._plan(call, rank) for call, rank in zip(calls, self._placement.local, strict=True)]
-        except MegaMoEError as error:
-            self.refuse(error)
+            if self._placement.ranks > 1:
+                rows = [one.rows(call.x, call.scales) for one, call in zip(self._experts, calls, strict=True)]
+        except Exception as error:
+            self.refuse(stated("call", error))
         if self._placement.ranks == 1:
             self._one_rank(calls[0], plans[0][0])
             return
         incoming = self._announce(calls, plans)
-        received = self._dispatch(calls, plans, incoming)
+        received = self._dispatch(rows, plans, incoming)
         results = self._compute(received)
         returned = self._exchange(
             "combine",
@@ -134,10 +138,9 @@ class CpuEngine:
         return [[sent[2 * rank : 2 * rank + 2] for sent in everyone]]
 
     def _dispatch(
-        self, calls: Sequence[Call], plans: list[list[Outgoing]], incoming: list[list[list[int]]]
+        self, rows: list[torch.Tensor], plans: list[list[Outgoing]], incoming: list[list[list[int]]]
     ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Rows and packed routes that each hosted rank gets from each rank."""
-        rows = [experts.rows(call.x, call.scales) for experts, call in zip(self._experts, calls, strict=True)]
         got_rows = self._exchange(
             "dispatch",
             [[mine[part.tokens] for part in plan] for mine, plan in zip(rows, plans, strict=True)],
@@ -169,11 +172,8 @@ class CpuEngine:
                 )
                 self._stats[index] += torch.tensor(counts)
                 results.append(list(torch.split(down, [len(packed) for _, packed in sources])))
-        except (RuntimeError, MemoryError) as error:
-            # Most likely out of memory; the peers wait for this rank's results and must hear of it.
-            failure = EngineError(
-                "compute", str(error).splitlines()[0], "a call that fits this machine", "Use smaller batches."
-            )
+        except Exception as error:  # most likely out of memory; the peers wait for this rank's results
+            failure = stated("compute", error)
         self._control.agree("compute", error=failure)
         return results
 
