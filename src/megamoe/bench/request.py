@@ -20,6 +20,7 @@ __all__ = ["TOPICS", "Request", "Tick"]
 TOPICS: Final[dict[str, str]] = {
     "layer": "megamoe.bench.layer",
     "gemm": "megamoe.bench.gemm",
+    "conformance": "megamoe.bench.conformance",
 }
 """Topic -> module."""
 
