@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from cuda_fakes import FakeDriver
 from megamoe.bench import gemm as bench
 from megamoe.bench.gemm_cases import CASES, operands
+from megamoe.cli.app import app
 from megamoe.cuda.gemm import (
     PLANS,
     GemmPlan,
@@ -197,3 +199,23 @@ def test_bench_workload_is_judged_by_the_oracle(monkeypatch: pytest.MonkeyPatch)
     load.out[128, 0] += load.out.abs().max() * 20
     assert bench.oracle_error(load, (0,)) < 2e-3
     assert bench.oracle_error(load, (0, 1)) > 1e-2
+
+
+def test_bench_prints_a_row_of_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {
+        "model": "flash",
+        "phase": "down",
+        "protocol": "paced",
+        "engine": "megamoe",
+        "plan": "128x256-s4-c2-peek",
+        "kernel_us": {"median": 594.2, "min": 590.0, "max": 600.0, "samples": [594.2]},
+        "tflops": 1389.4,
+        "error": 1.66e-3,
+    }
+    monkeypatch.setattr(bench, "run", lambda request, tick: [row])
+    about = {"topic": "gemm", "device": "H200", "gpus": 1, "torch": "2.11", "protocol": "as stated"}
+    monkeypatch.setattr("megamoe.bench.environment.facts", lambda *_, **__: about)
+    result = CliRunner().invoke(app, ["bench", "gemm"])
+    assert result.exit_code == 0, result.output
+    assert "128x256-s4-c2-peek" in result.output
+    assert "1389" in result.output

@@ -39,6 +39,7 @@ __all__ = [
     "MapOf",
     "Recorded",
     "Simulator",
+    "cells",
     "compare",
     "digest",
     "job",
@@ -299,3 +300,15 @@ def run(request: Request, tick: Tick) -> list[Row]:
     from megamoe.bench.conformance_cases import CASES
 
     return rows(CASES, Gpu(), Simulator(), tick)
+
+
+def cells(row: Row) -> dict[str, str]:
+    """A row for people."""
+    return {
+        "case": row["variant"],
+        "ok": "yes" if row["ok"] else "NO",
+        "bytes": str(row["bytes"]),
+        "different": str(row["different"]),
+        "error": f"{row['error']:.1e}",
+        "bound": f"{row['bound']:.0e}",
+    }

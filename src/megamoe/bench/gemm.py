@@ -16,6 +16,7 @@ import torch
 from megamoe.bench.models import model
 from megamoe.bench.request import Request, Tick
 from megamoe.bench.results import Row, timing
+from megamoe.cuda.driver import open_driver
 from megamoe.cuda.gemm import PLANS, TILE_ROWS, GemmPlan, GroupedGemm, problem_from
 from megamoe.errors import InputError
 from megamoe.formats.fp8_block import E4M3
@@ -23,7 +24,7 @@ from megamoe.formats.layout import deinterleave_gate_up
 from megamoe.reference import Projection, project, relative_error
 from megamoe.spec import BLOCK
 
-__all__ = ["LOADS", "PHASES", "PROTOCOL", "Launch", "Peer", "Workload", "benchmark", "run", "workload"]
+__all__ = ["LOADS", "PHASES", "PROTOCOL", "Launch", "Peer", "Workload", "benchmark", "cells", "run", "workload"]
 
 PROTOCOL: Final = (
     "CUDA events around launches; paced: one launch after an L2 flush (4 GiB memset) and about 10 ms of GPU sleep; "
@@ -246,6 +247,7 @@ def benchmark(
 
 def run(request: Request, tick: Tick) -> list[Row]:
     """Rows of the models of `request` that have a load here, all BF16 plans; always 8192 tokens a rank."""
+    open_driver()  # refuses a machine without a GPU before torch does
     models = [name for name in request.models if name in LOADS]
     if not models:
         raise InputError("model", ",".join(request.models), ", ".join(LOADS), "Pick one of the listed models.")
@@ -260,3 +262,18 @@ def run(request: Request, tick: Tick) -> list[Row]:
 
     rows.extend(benchmark(models=models, samples=request.samples, on_step=step))
     return rows
+
+
+def cells(row: Row) -> dict[str, str]:
+    """A row for people."""
+    time = row["kernel_us"]
+    return {
+        "model": row["model"],
+        "phase": row["phase"],
+        "protocol": row["protocol"],
+        "plan": row["plan"],
+        "us": f"{time['median']:.0f}",
+        "min": f"{time['min']:.0f}",
+        "TFLOP/s": f"{row['tflops']:.0f}",
+        "error": f"{row['error']:.1e}",
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -87,9 +88,24 @@ def command(
         _console.print_json(document)
         return
     console = _console.out()
-    console.print(_table(document))
+    console.print(_cells(document, module.cells) if hasattr(module, "cells") else _table(document))
     if out is not None:
         console.print(f"written: {path}")
+
+
+def _cells(document: dict[str, Any], cells: Callable[[dict[str, Any]], dict[str, str]]) -> Any:
+    """Table of a topic that says itself what stands in a row: heading -> text."""
+    from rich.console import Group
+
+    from megamoe.cli import _console
+
+    table = _console.plain_table(f"{document['topic']} on {document['device']}, torch {document['torch']}")
+    rows = [cells(row) for row in document["rows"]]
+    for heading in rows[0] if rows else ():
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*row.values())
+    return Group(table, document["protocol"])
 
 
 def _title(document: dict[str, Any]) -> str:
