@@ -199,6 +199,10 @@ def local_group(
     """
     positive_number("ranks", ranks, integer=True, way_out="Pass the number of ranks to simulate.")
     positive_number("deadline", deadline, integer=False, way_out="Pass seconds.")
+    if devices is not None and not (
+        isinstance(devices, (list, tuple)) and devices and all(type(d) is int and d >= 0 for d in devices)
+    ):
+        raise InputError("devices", repr(devices), "a list of CUDA device numbers, such as [0]", "Or leave it out.")
     chosen = None if devices is None else tuple(devices)
     placement = Placement(ranks=ranks, local=tuple(range(ranks)), devices=chosen)
     return LocalGroup(

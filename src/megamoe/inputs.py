@@ -23,7 +23,7 @@ def positive_number(name: str, value: object, *, integer: bool, way_out: str) ->
     kinds = (int,) if integer else (int, float)
     ok = isinstance(value, kinds) and not isinstance(value, bool)
     if not ok or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
-        raise InputError(name, value, "an integer from 1" if integer else "a number above 0", way_out)
+        raise InputError(name, repr(value), "an integer from 1" if integer else "a number above 0", way_out)
 
 
 def _tensor(name: str, value: object, what: str) -> torch.Tensor:

@@ -38,7 +38,7 @@ _DEPTH_MULTIPLE: Final[dict[str, int]] = {"fp8_block": BLOCK, "mxfp4": BLOCK, "b
 def _positive_int(name: str, value: object, most: int | None = None) -> None:
     allowed = "an integer from 1" + (f" to {most}" if most is not None else "")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
-        raise SpecError(name, value, allowed, f"Pass {name} as the model's configuration states it.")
+        raise SpecError(name, repr(value), allowed, f"Pass {name} as the model's configuration states it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,9 @@ class MoESpec:
         if self.clamp is not None:
             ok = isinstance(self.clamp, (int, float)) and not isinstance(self.clamp, bool)
             if not ok or not math.isfinite(self.clamp) or self.clamp <= 0:
-                raise SpecError("clamp", self.clamp, "None or a finite number above 0", "Pass clamp=None for no clamp.")
+                raise SpecError(
+                    "clamp", repr(self.clamp), "None or a finite number above 0", "Pass clamp=None for no clamp."
+                )
             object.__setattr__(self, "clamp", float(self.clamp))
         if self.input_scales not in get_args(ScaleFormat):
             raise SpecError(

@@ -1,4 +1,4 @@
-"""One rank's expert weights in checkpoint layout, checked when they are put together.
+"""One rank's expert weights in checkpoint layout, checked against a layer when they are loaded.
 
 Readers produce this, engines and the oracle consume it. It is a view of tensors that somebody else owns: nothing here
 copies a weight.
@@ -17,7 +17,7 @@ from megamoe.spec import BLOCK, MXFP4_GROUP, MoESpec, WeightFormat
 __all__ = ["INTERLEAVED_ROWS", "ExpertWeights", "GateUpOrder", "stacked_rows"]
 
 GateUpOrder = Literal["stacked", "interleaved8"]
-"""Rows of ``w13``: all of gate, then all of up; or 8 of gate, 8 of up, and so on. Block scales are gate's first in both."""
+"""Rows of ``w13``: all of gate, then all of up; or 8 of gate, 8 of up, and so on. Block scales: gate's first in both."""
 
 INTERLEAVED_ROWS: Final = 8
 """Rows of gate (and of up) in a run of ``"interleaved8"``."""
@@ -44,7 +44,8 @@ class ExpertWeights:
     already brought into that order (as DeepGEMM's MegaMoE wants them); an engine reads them as they are, or refuses.
 
     Raises:
-        WeightError: `check` found a tensor of a wrong dtype, shape, stride or device.
+        WeightError: something that is not a tensor of three dimensions; from `check`, a tensor of a wrong dtype, shape,
+            stride or device.
     """
 
     format: WeightFormat
@@ -54,6 +55,17 @@ class ExpertWeights:
     w2_scale: torch.Tensor | None = None
     first_expert: int = 0
     gate_up: GateUpOrder = "stacked"
+
+    def __post_init__(self) -> None:
+        for name in ("w13", "w2", "w13_scale", "w2_scale"):
+            value: object = getattr(self, name)
+            if value is None and name.endswith("_scale"):
+                continue
+            if not isinstance(value, torch.Tensor) or value.dim() != 3:
+                given = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise WeightError(
+                    name, given, "a tensor of three dimensions, experts first", "Stack the experts' matrices."
+                )
 
     @property
     def local_experts(self) -> int:
