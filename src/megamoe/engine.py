@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, get_args
 import torch
 
 from megamoe.errors import EngineError, MegaMoEError
-from megamoe.spec import MoESpec
+from megamoe.spec import MoESpec, WeightFormat
 from megamoe.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from megamoe.control import Control
 
-__all__ = ["Backend", "Call", "Engine", "Placement", "create_engine", "why_no_gpu"]
+__all__ = ["Backend", "Call", "Engine", "Placement", "backend_for", "create_engine", "why_no_gpu"]
 
 Backend = Literal["auto", "cpu", "cuda"]
 
@@ -151,6 +151,12 @@ def create_engine(
     from megamoe.cpu.engine import CpuEngine
 
     return CpuEngine(spec, placement, control, max_tokens)
+
+
+def backend_for(backend: Backend, weight_format: WeightFormat) -> Backend:
+    """`backend` for a caller who knows the weights' format first: ``"auto"`` becomes ``"cpu"`` for those that the GPU
+    engine does not take."""
+    return "cpu" if backend == "auto" and weight_format != "fp8_block" else backend
 
 
 def why_no_gpu(spec: MoESpec, placement: Placement, max_tokens: int) -> EngineError | None:

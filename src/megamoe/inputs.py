@@ -69,6 +69,8 @@ def _check_activations(
     spec: MoESpec, weight_format: WeightFormat, x: object, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     hidden = spec.hidden
+    if isinstance(x, torch.Tensor) and x.dtype is torch.bfloat16 and x.dim() == 2:
+        return _check("x", x, (torch.bfloat16,), (x.shape[0], hidden), device, "Check the layer's hidden size."), None
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
             raise InputError("x", f"{len(x)} tensors", "(q, scales)", "Pass e4m3 values and their float32 scales.")

@@ -9,11 +9,13 @@ import torch
 
 import megamoe
 from megamoe import reference
+from megamoe.bench import mega
 from megamoe.bench.models import model
 from megamoe.bench.request import Request, Tick
 from megamoe.bench.results import Row, timing
 from megamoe.bench.routing import routing
 from megamoe.bench.timing import alternate
+from megamoe.engine import Placement, backend_for, why_no_gpu
 from megamoe.spec import BLOCK, MXFP4_GROUP, MoESpec, WeightFormat
 from megamoe.weights import ExpertWeights
 
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["PROTOCOL", "random_weights", "run"]
 
 PROTOCOL: Final = (
-    "wall clock around one call of all ranks in one process, after one call that is not counted; "
-    "BF16 in, BF16 out, outputs allocated by the call"
+    "CPU: wall clock around one call of all ranks in one process, after one call that is not counted; "
+    f"BF16 in, BF16 out, outputs allocated by the call. {mega.PROTOCOL}"
 )
 
 
@@ -57,7 +59,7 @@ def _projection(
 
 
 def run(request: Request, tick: Tick) -> list[Row]:
-    """Measure every combination in `request`.
+    """Measure every combination in `request`; where the GPU engine runs, by `megamoe.bench.mega`.
 
     Returns:
         One row for each, in the order models, routings, tokens.
@@ -71,13 +73,18 @@ def run(request: Request, tick: Tick) -> list[Row]:
         spec.local_experts(request.ranks)
         for kind in request.routings:
             routing(kind, tokens=1, ranks=request.ranks, experts=spec.experts, topk=spec.topk)
+    backend = backend_for(request.backend, request.format)
+    bound = max(*request.tokens, 1)
+    placement = Placement(ranks=request.ranks, local=tuple(range(request.ranks)))
+    hosted = all(why_no_gpu(spec, placement, bound) is None for spec in specs.values())
+    if request.format == "fp8_block" and (backend == "cuda" or (backend == "auto" and hosted)):
+        return mega.run(request, tick)
     total = len(specs) * len(request.routings) * len(request.tokens)
     rows: list[Row] = []
     for name, spec in specs.items():
         tick(f"{name}: weights", len(rows) / total)
         weights = random_weights(spec, request.format)
-        bound = max(*request.tokens, 1)
-        with megamoe.local_group(spec, ranks=request.ranks, max_tokens=bound, backend=request.backend) as group:
+        with megamoe.local_group(spec, ranks=request.ranks, max_tokens=bound, backend=backend) as group:
             group.load(weights)
             for kind in request.routings:
                 for tokens in request.tokens:

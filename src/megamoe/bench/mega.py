@@ -1,7 +1,8 @@
-"""The fused kernel of the GPU engine: its time with inputs already staged, ranks on one GPU.
+"""The GPU engine: time of the fused kernel and of a whole call, ranks on one GPU.
 
-*Paced*: the L2 is flushed, the GPU sleeps for about 10 ms, one call's kernels run. *Sustained*: calls back to back. The
-time of a call is the longest kernel of its ranks, from the profiler (Kineto), so that launch overheads are not in it.
+*Paced*: the L2 is flushed, the GPU sleeps for about 10 ms, one call runs. *Sustained*: calls back to back, in bursts.
+``kernel_us`` is the longest kernel of a call's ranks with inputs already staged, from the profiler (Kineto), so that
+launch overheads are not in it. ``e2e_us`` is a call from BF16 rows to BF16 rows, a CUDA graph's replay between events.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from megamoe import reference
 from megamoe.bench.models import model
+from megamoe.bench.request import Request, Tick
 from megamoe.bench.results import Row, timing
 from megamoe.bench.routing import routing
 from megamoe.control import Control
@@ -24,7 +27,15 @@ from megamoe.engine import Call, Placement
 from megamoe.spec import BLOCK, MoESpec
 from megamoe.weights import ExpertWeights
 
-__all__ = ["EXPERTS_PER_RANK", "benchmark", "floor_us", "random_weights"]
+__all__ = ["EXPERTS_PER_RANK", "PROTOCOL", "benchmark", "floor_us", "plan_name", "random_weights", "run"]
+
+PROTOCOL: Final = (
+    "GPU: kernel_us the longest kernel of a call's ranks (profiler, inputs staged), e2e_us a graph's replay between "
+    "events, BF16 in, BF16 out; paced: one call after an L2 flush and 10 ms of sleep; sustained: bursts back to back"
+)
+
+MAX_TOKENS: Final = 8192
+"""Token cap of measured layers; larger calls raise it."""
 
 EXPERTS_PER_RANK: Final = {"flash": 32, "pro": 48, "mimo": 48, "v3": 32, "qwen3": 64}
 """Experts of a rank in a group of eight (two for qwen3)."""
@@ -34,6 +45,9 @@ STREAM_TBPS: Final = 4.58
 
 _FLUSH_BYTES: Final = 1 << 28
 _SLEEP_CYCLES: Final = 16_000_000
+_BURST: Final = 20
+_CHECKED_TOKENS: Final = 64
+"""Tokens of a rank that are compared with the oracle."""
 
 
 def random_weights(spec: MoESpec, local_experts: int, device: torch.device, seed: int = 0) -> ExpertWeights:
@@ -68,8 +82,17 @@ def floor_us(spec: MoESpec, ids: np.ndarray[Any, Any], local_experts: int) -> fl
     return float(busiest) * 3 * spec.hidden * spec.intermediate / (STREAM_TBPS * 1e6)
 
 
+def plan_name(plan: Plan) -> str:
+    """Short name of a plan, as in result files: tiles, stages, staging buffers, rows in flight, waves."""
+    tiles = "+".join(name for name, on in (("wide", plan.wide), ("swap", plan.swap)) if on)
+    waves = "" if plan.wave_experts is None else f"-w{plan.wave_experts}"
+    lag = f"-l{plan.lag}" if plan.lag else ""
+    return f"{tiles}-s{plan.stages}-b{plan.staging_buffers}-p{plan.pulled_rows}{waves}{lag}"
+
+
 def _kernel_times(profile: Any, ranks: int) -> list[float]:
-    durations = [e.device_time for e in profile.events() if e.name == KERNEL and e.device_time > 0]
+    events = [e for e in profile.events() if e.name == KERNEL and e.device_time > 0]
+    durations = [e.device_time for e in sorted(events, key=lambda e: e.time_range.start)]
     return [max(durations[i : i + ranks]) for i in range(0, len(durations), ranks)]
 
 
@@ -95,6 +118,78 @@ def _calls(
     return calls, ids
 
 
+class _Pace:
+    """Runs something once in the state that a protocol asks for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+
+    def paced(self, action: Callable[[], None]) -> None:
+        self._flush.zero_()
+        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        action()
+
+    def sustained(self, action: Callable[[], None]) -> None:
+        action()
+
+    def time(self, protocol: str, action: Callable[[], None], samples: int) -> list[float]:
+        """Microseconds of `samples` runs between events; sustained ones are means over a burst."""
+        burst = 1 if protocol == "paced" else _BURST
+        pairs = []
+        for _ in range(samples):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+            def between(start: torch.cuda.Event = start, end: torch.cuda.Event = end) -> None:
+                start.record()
+                for _ in range(burst):
+                    action()
+                end.record()
+
+            getattr(self, protocol)(between)
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 / burst for start, end in pairs]
+
+
+def _measure_kernel(engine: CudaEngine, calls: list[Call], pace: _Pace, protocol: str, samples: int) -> Row:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(samples):
+            getattr(pace, protocol)(lambda: engine.launch_staged(calls))
+        torch.cuda.synchronize()
+    engine.check()
+    return timing(_kernel_times(profile, len(calls)))
+
+
+def _measure_call(engine: CudaEngine, calls: list[Call], pace: _Pace, protocol: str, samples: int) -> Row:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        engine.forward(calls)
+    graph.replay()
+    times = pace.time(protocol, graph.replay, samples)
+    engine.check()
+    return timing(times)
+
+
+def _error(spec: MoESpec, weights: Sequence[ExpertWeights], calls: Sequence[Call]) -> float:
+    """Relative error of the first rank's first tokens against the oracle."""
+
+    def all_of(name: str) -> torch.Tensor:
+        parts = [getattr(part, name) for part in weights]
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)  # torch cannot join e4m3
+
+    whole = ExpertWeights(
+        format="fp8_block",
+        w13=all_of("w13"),
+        w2=all_of("w2"),
+        w13_scale=all_of("w13_scale"),
+        w2_scale=all_of("w2_scale"),
+    )
+    call, n = calls[0], _CHECKED_TOKENS
+    wanted = reference.forward(spec, whole, call.x[:n], call.expert_ids[:n], call.expert_weights[:n])
+    assert isinstance(wanted, torch.Tensor)
+    return reference.relative_error(call.out[:n], wanted)
+
+
 def benchmark(
     name: str,
     tokens: Sequence[int],
@@ -102,12 +197,15 @@ def benchmark(
     ranks: int = 1,
     kind: str = "random",
     plans: dict[str, Plan | None] | None = None,
-    max_tokens: int = 8192,
+    max_tokens: int = MAX_TOKENS,
     samples: Callable[[int], int] = lambda m: 30 if m >= 512 else 100,
     experts_per_rank: int | None = None,
+    protocols: Sequence[str] = ("paced",),
+    e2e: bool = False,
+    check: bool = False,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
-    """Rows of every token count and plan, paced.
+    """Rows of every token count, plan and protocol.
 
     Args:
         name: a model of `megamoe.bench.models`.
@@ -118,6 +216,9 @@ def benchmark(
         max_tokens: token cap of the layer.
         samples: how many for a token count.
         experts_per_rank: by default `EXPERTS_PER_RANK`.
+        protocols: ``"paced"``, ``"sustained"``.
+        e2e: also measure whole calls.
+        check: also compare with the oracle.
         on_step: called with a line for a progress display.
     """
     local = experts_per_rank or EXPERTS_PER_RANK[name]
@@ -126,38 +227,75 @@ def benchmark(
     weights = [replace(random_weights(spec, local, device, seed=r), first_expert=r * local) for r in range(ranks)]
     placement = Placement(ranks=ranks, local=tuple(range(ranks)))
     engine = CudaEngine(spec, placement, Control(None), max_tokens, deadline=10.0)
-    engine.load(weights)
-    weights.clear()
-    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-    for m in tokens:
-        calls, ids = _calls(spec, kind, m, ranks, device)
-        for label, plan in (plans or {"auto": None}).items():
-            engine.force_plan(plan)
-            engine.warmup(m)
-            engine.forward(calls)  # stages the inputs
-            engine.check()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                for _ in range(samples(m)):
-                    flush.zero_()
-                    torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-                    engine.launch_staged(calls)
-                torch.cuda.synchronize()
-            engine.check()
+    try:
+        engine.load(weights)
+        if not check:
+            weights.clear()
+        pace = _Pace(device)
+        for m in tokens:
+            calls, ids = _calls(spec, kind, m, ranks, device)
             floor = floor_us(spec, ids, local)
-            times = timing(_kernel_times(profile, ranks))
-            row = {
-                "model": name,
-                "ranks": ranks,
-                "experts_per_rank": local,
-                "tokens": m,
-                "routing": kind,
-                "bound": m,
-                "protocol": "paced",
-                "engine": "megamoe",
-                "plan": label,
-                "kernel_us": times,
-                "floor_us": round(floor, 2),
-            }
-            on_step(f"{name} M={m} {label}: {times['median']} us, weights' floor {floor:.0f}")
-            yield row
-    engine.close()
+            for label, plan in (plans or {"auto": None}).items():
+                engine.force_plan(plan)
+                engine.warmup(m)
+                engine.forward(calls)  # stages the inputs
+                engine.check()
+                error = _error(spec, weights, calls) if check and m else None
+                for protocol in protocols:
+                    times = _measure_kernel(engine, calls, pace, protocol, samples(m))
+                    routes = ranks * m * spec.topk
+                    row = {
+                        "model": name,
+                        "hidden": spec.hidden,
+                        "intermediate": spec.intermediate,
+                        "ranks": ranks,
+                        "experts_per_rank": local,
+                        "topk": spec.topk,
+                        "tokens": m,
+                        "routing": kind,
+                        "bound": m,
+                        "protocol": protocol,
+                        "engine": "megamoe",
+                        "format": "fp8_block",
+                        "plan": f"auto:{plan_name(engine.plan_for(m))}" if plan is None else label,
+                        "variant": "cuda",
+                        "kernel_us": times,
+                        "floor_us": round(floor, 2),
+                        "tflops": round(routes * 6 * spec.hidden * spec.intermediate / times["median"] / 1e6, 3),
+                        "tbps": round(STREAM_TBPS * floor / times["median"], 3),
+                    }
+                    if e2e:
+                        row["e2e_us"] = _measure_call(engine, calls, pace, protocol, samples(m))
+                    if error is not None:
+                        row["error"] = error
+                    whole = f", call {row['e2e_us']['median']}" if e2e else ""
+                    on_step(f"{name} M={m} {label} {protocol}: {times['median']} us{whole}, weights' floor {floor:.0f}")
+                    yield row
+    finally:
+        engine.close()
+
+
+def run(request: Request, tick: Tick) -> list[Row]:
+    """Measure every combination in `request`, both protocols. Raises EngineError when the GPU engine cannot host it."""
+    total = len(request.models) * len(request.routings) * len(request.tokens) * 2
+    rows: list[Row] = []
+    for name in request.models:
+        spec = model(name).scaled(request.experts)
+        for kind in request.routings:
+            tick(f"{name}, {kind}: weights", len(rows) / total)
+            for row in benchmark(
+                name,
+                [m for m in request.tokens if m],
+                ranks=request.ranks,
+                kind=kind,
+                max_tokens=max(MAX_TOKENS, *request.tokens),
+                samples=lambda _: request.samples,
+                experts_per_rank=spec.local_experts(request.ranks),
+                protocols=("paced", "sustained"),
+                e2e=True,
+                check=request.check,
+            ):
+                rows.append(row)
+                tick(f"{name}, {kind}, {row['tokens']} tokens, {row['protocol']}", len(rows) / total)
+    tick("done", 1.0)
+    return rows

@@ -16,7 +16,7 @@ from rich.progress import Progress
 import megamoe
 from megamoe.cli._evaluate import Evaluation, judge
 from megamoe.cli._inputs import Inputs, split
-from megamoe.engine import Backend
+from megamoe.engine import Backend, backend_for
 from megamoe.hf import Router
 from megamoe.spec import WeightFormat
 from megamoe.weights import ExpertWeights
@@ -56,7 +56,8 @@ class Job:
         self.spec.local_experts(ranks)  # refused here, before anything is read
         self.router = Router(directory, layer)
         self.title = f"{directory.name}, layer {layer}"
-        self.ranks, self.backend, self.samples, self.display = ranks, backend, samples, display
+        self.ranks, self.samples, self.display = ranks, samples, display
+        self.backend = backend_for(backend, self.checkpoint.format)
 
     def read(self) -> ExpertWeights:
         """All experts of the layer, with progress."""

@@ -377,7 +377,7 @@ class CallStager:
             target: where to.
             stream: handle of the stream.
         """
-        key = (x.shape[0], x.stride(), ids.stride(), ids.dtype, weights.stride(), scales is None or scales.stride())
+        key = (ids.shape, x.stride(), ids.stride(), ids.dtype, weights.stride(), scales is None or scales.stride())
         shape = self._shapes.get(key)
         at = x.data_ptr()
         if shape is None or at % shape.align:
