@@ -1,4 +1,4 @@
-"""BF16 experts with small matrices, or one token: where calling torch costs more than the arithmetic."""
+"""BF16 experts with small matrices: where calling torch costs more than the arithmetic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_padded(
     w2: torch.Tensor,
     activate: Activation,
 ) -> torch.Tensor:
-    """The down projection of every route; every expert has as many slots as the largest count, free ones repeat route 0.
+    """The down projection of every route; each expert has slots for the largest count, and free slots repeat route 0.
 
     Args:
         x: BF16 ``[rows, H]``.
