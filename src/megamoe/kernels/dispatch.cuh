@@ -48,8 +48,10 @@ class Dispatch {
   MEGAMOE_DEVICE void run() {
     if (total_ == 0) return;
     Trace trace(p_, kTraceDispatch, lane_ == 0);
-    if (lane_ == 0) wait_count(p_, Phase::kList, 0, barrier_word(p_, fact(base_, kEpoch), kListed), gridDim.x);
-    ptx::syncwarp();
+    bool listed = true;
+    if (lane_ == 0) listed = wait_count(p_, Phase::kList, 0, barrier_word(p_, fact(base_, kEpoch), kListed), gridDim.x);
+    if (!ptx::all(listed)) return;
+    ptx::syncwarp();  // lane 0's acquire is for all lanes; a vote orders no memory
     trace(Event::kWait);
 
     const Smem bar = base_ + (FusedTile::kPulledBarriers + lane_ * 8);

@@ -111,11 +111,10 @@ class Feed {
   // Rows of the token tile for the first GEMM, its whole intermediate for the second.
   MEGAMOE_DEVICE void wait_for_tokens(const Tile& tile) {
     const u32 bank = bank_of(epoch());
-    if (tile.second) {
-      wait_count(p_, Phase::kIntermediate, tile.index, halves(p_, bank) + tile.index, 2 * kTiles1);
-    } else {
-      wait_count(p_, Phase::kRows, tile.index, arrived(p_, bank) + tile.index, tile.rows);
-    }
+    const bool ok = tile.second
+        ? wait_count(p_, Phase::kIntermediate, tile.index, halves(p_, bank) + tile.index, 2 * kTiles1)
+        : wait_count(p_, Phase::kRows, tile.index, arrived(p_, bank) + tile.index, tile.rows);
+    if (!ok) set_failed(base_);
     ptx::fence_proxy_async();
   }
 

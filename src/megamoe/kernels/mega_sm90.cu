@@ -155,8 +155,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (blockIdx.x == 0 && warp == kStoreWarp0 && fact(base, kTotalTiles) == 0 && ptx::lane_index() == 0) {
         // No route came here. A peer may start its next call, and overwrite the counts it sent here, once this rank is
         // done: so not before every CTA has read them.
-        wait_count(p, Phase::kList, 0, barrier_word(p, fact(base, kEpoch), kListed), gridDim.x);
-        announce_done(p, fact(base, kEpoch));
+        const bool listed = wait_count(p, Phase::kList, 0, barrier_word(p, fact(base, kEpoch), kListed), gridDim.x);
+        if (listed && !failed(base)) announce_done(p, fact(base, kEpoch));
       }
       Scatter(p, base, warp - kStoreWarp0).run();
     }

@@ -108,7 +108,7 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
           return static_cast<u32>(value >> 32);
         },
         [&](u32 seen) { return seen == epoch; });
-    if (!ok) set_fact(base, kFailed, 1u);
+    if (!ok) set_failed(base);
     const u32 source = i / kWords, e = i % kWords, count = static_cast<u32>(value);
     if (e == kLocalExperts) {
       ptx::st_shared_u32(sources + source * 4, count);
@@ -199,7 +199,7 @@ MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem so
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) ptx::red_add_release_gpu(barrier_word(p, epoch, kListed), 1u);
+  if (threadIdx.x == 0 && fact(base, kFailed) == 0) ptx::red_add_release_gpu(barrier_word(p, epoch, kListed), 1u);
 }
 
 }  // namespace megamoe

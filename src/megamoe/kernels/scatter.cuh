@@ -45,7 +45,9 @@ class Scatter {
     }
     release();
     finish();
-    if (lane_ == 0) ptx::red_add_release_gpu(halves(p_, bank_of(fact(base_, kEpoch))) + tile.index, 1u);
+    if (lane_ == 0 && !failed(base_)) {
+      ptx::red_add_release_gpu(halves(p_, bank_of(fact(base_, kEpoch))) + tile.index, 1u);
+    }
   }
 
   MEGAMOE_DEVICE void store_results(const Tile& tile) {
@@ -75,7 +77,7 @@ class Scatter {
       release();
     }
     finish();
-    if (lane_ == 0) tile_stored();
+    if (lane_ == 0 && !failed(base_)) tile_stored();
   }
 
   MEGAMOE_DEVICE Smem wait_staged() {

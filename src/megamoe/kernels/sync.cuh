@@ -43,8 +43,9 @@ MEGAMOE_DEVICE void report_expired(const Params& p, Phase phase, u32 index, u32 
   ptx::st_release_sys(p.report + kExpired, 1u);
 }
 
-// Waits until `reached(load())`. `load` is an acquire of one word. False: the wait expired, here or elsewhere, and the
-// caller goes on with what it has; every address it can form from stale data is valid, and the output becomes NaN.
+// Waits until `reached(load())`. `load` is an acquire of one word. False: the wait expired, here or elsewhere. The caller
+// then goes on only as far as other roles need it to end, and counts nothing as done: so a rank that sees all ranks' done
+// words has right results, and all others fill their output with NaN. Every address formed from stale data is valid.
 template <class Load, class Reached>
 MEGAMOE_DEVICE bool spin_until(const Params& p, Phase phase, u32 index, u32 awaited, Load&& load, Reached&& reached) {
   auto seen = load();
@@ -63,6 +64,10 @@ MEGAMOE_DEVICE bool spin_until(const Params& p, Phase phase, u32 index, u32 awai
     ptx::nanosleep(20);
   }
 }
+
+// Whether a wait of this CTA failed. Atomic: one role may set it while another one, an earlier tile in hand, looks.
+MEGAMOE_DEVICE void set_failed(Smem base) { ptx::atom_add_shared(base + (kFacts + kFailed * 4), 1u); }
+MEGAMOE_DEVICE bool failed(Smem base) { return ptx::atom_add_shared(base + (kFacts + kFailed * 4), 0u) != 0; }
 
 // A counter on this GPU reaches `awaited`.
 MEGAMOE_DEVICE bool wait_count(const Params& p, Phase phase, u32 index, const u32* counter, u32 awaited) {
