@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megamoe.cpu.experts as cpu_experts
-from megamoe import MegaMoE, MoESpec, reference
+from megamoe import ExpertWeights, MegaMoE, MoESpec, reference
+from megamoe.cpu import fused
 from megamoe.cpu.routing import by_expert, pack_routes, plan_dispatch, unpack_routes
+from megamoe.cpu.small import run_padded
 from megamoe.errors import InputError
+from megamoe.formats import fp8_block
 from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_float64, e4m3_to_half_bits, has_nan
 from megamoe.formats.fp8_block import E4M3
+from megamoe.formats.layout import interleave_gate_up
 from moe_cases import SPEC, make_call, make_weights
 
 EVERY_BYTE = torch.arange(256, dtype=torch.uint8)
@@ -172,3 +180,95 @@ def test_nan_in_an_input_reaches_only_its_token(weight_format: str, poison: floa
     assert y[others].isfinite().all()
     assert reference.relative_error(y[others], expected[others]) < 8e-3
     assert torch.equal(y[4].isnan(), expected[4].isnan())
+
+
+def interleaved(w: ExpertWeights) -> ExpertWeights:
+    return replace(w, w13=interleave_gate_up(w.w13), gate_up="interleaved8")
+
+
+@pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_interleaved_rows_and_fused_loops(
+    monkeypatch: pytest.MonkeyPatch, scale_format: Any, fuse: bool, tokens: int
+) -> None:
+    if fuse:
+        monkeypatch.setattr(fused, "LEAST_ELEMENTS", 0)
+    spec = MoESpec(hidden=384, intermediate=256, experts=6, topk=2, clamp=1.5)
+    stacked = make_weights(spec, "fp8_block")
+    if scale_format == "ue8m0":
+        w13, w2 = (
+            fp8_block.quantize_weights(fp8_block.dequantize_weights(q, s), "ue8m0")
+            for q, s in ((stacked.w13, stacked.w13_scale), (stacked.w2, stacked.w2_scale))
+        )
+        stacked = ExpertWeights(format="fp8_block", w13=w13[0], w13_scale=w13[1], w2=w2[0], w2_scale=w2[1])
+    call = make_call(spec, tokens)
+    expected = reference.forward(spec, stacked, *call)
+    with MegaMoE(spec) as layer:
+        for w in (stacked, interleaved(stacked)):
+            layer.load(w)
+            assert reference.relative_error(layer(*call), expected) < 8e-3
+            assert torch.equal(reference.forward(spec, w, *call), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 30])
+def test_fused_bf16_rows(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(fused, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(cpu_experts, "padding_pays", lambda *_: False)
+    w = make_weights(SPEC, "bf16")
+    call = make_call(SPEC, tokens)
+    with MegaMoE(SPEC) as layer:
+        layer.load(w)
+        assert reference.relative_error(layer(*call), reference.forward(SPEC, w, *call)) < 8e-3
+
+
+def test_fused_decoding_is_exact_for_every_byte() -> None:
+    byte = EVERY_BYTE.view(torch.int8).repeat(256, 1).contiguous()
+    scale = torch.tensor([[1.0, 0.3], [2.0**-20, 3e4]])
+    out = torch.empty(256, 256)
+    assert fused.decode_e4m3.call(byte, scale, out) is not None
+    wide = EVERY_BYTE.view(E4M3).float().repeat(256, 1)
+    expected = wide * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(0.5), expected.nan_to_num(0.5))
+
+
+def test_without_a_compiler_plain_operations_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no compiler\nlong story")
+
+    broken = fused.Fused(fused._decode_e4m3)
+    broken._compiled = fails
+    monkeypatch.setattr(fused, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(fused, "decode_e4m3", broken)
+    monkeypatch.setattr(fused, "matvec_e4m3", broken)
+    spec = MoESpec(hidden=384, intermediate=256, experts=6, topk=2)
+    w = make_weights(spec, "fp8_block")
+    call = make_call(spec, 20)
+    with MegaMoE(spec) as layer:
+        layer.load(w)
+        with pytest.warns(RuntimeWarning, match=r"torch.compile failed \(no compiler\)"):
+            y = layer(*call)
+        with warnings.catch_warnings(action="error"):  # said once
+            layer(*call)
+    assert reference.relative_error(y, reference.forward(spec, w, *call)) < 8e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=0, max_size=24))
+def test_padded_bf16_products(route_experts: list[int]) -> None:
+    w = make_weights(SPEC, "bf16")
+    routes = len(route_experts)
+    if not routes:
+        return
+    x = torch.randn(4, SPEC.hidden).bfloat16()
+    x[3] = torch.nan
+    row = torch.arange(routes) % 4
+    expert, weight = torch.tensor(route_experts), torch.rand(routes)
+    experts = cpu_experts.make_experts(SPEC, w)
+    counts = torch.bincount(expert, minlength=SPEC.experts).tolist()
+    got = run_padded(x, row, expert, weight, counts, w.w13, w.w2, experts._operand)
+    want, _ = cpu_experts.Experts.run(experts, experts.rows(x, None), row, expert, weight)
+    finite = row != 3
+    assert got[~finite].isnan().all()
+    assert reference.relative_error(got[finite], want[finite]) < 8e-3 or not finite.any()

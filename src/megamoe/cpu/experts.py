@@ -9,10 +9,11 @@ import torch
 
 from megamoe.cpu import fused
 from megamoe.cpu.routing import by_expert
+from megamoe.cpu.small import padding_pays, run_padded
 from megamoe.formats import fp8_block, mxfp4, ue8m0
 from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_half_bits, has_nan
 from megamoe.spec import BLOCK, MoESpec
-from megamoe.weights import ExpertWeights
+from megamoe.weights import INTERLEAVED_ROWS, ExpertWeights, GateUpOrder
 
 __all__ = ["Experts", "make_experts"]
 
@@ -51,6 +52,9 @@ def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
 class Projection(ABC):
     """One projection of all experts: `values` ``[EL, N, K]`` as stored."""
 
+    rows_apart = 1
+    """Experts with at most so many rows go to `single_rows`, each row by itself."""
+
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
 
@@ -59,18 +63,19 @@ class Projection(ABC):
         """`x` ``[m, K]`` times one expert's matrix, to `out` ``[m, N]``."""
 
     def single_rows(self, experts: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """One row for each of several experts, `x` ``[A, K]`` to ``[A, N]``, or None where `product` is to be used."""
+        """Row by row, each with an expert of its own: `x` ``[A, K]`` to ``[A, N]``; None where `product` must do it."""
         return None
 
     def run(self, pieces: list[Piece], first: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """All products of a batch: rows `x` ``[P, K]`` to `out` ``[P, N]``, both from route `first` on."""
-        single = [(expert, begin - first) for expert, begin, end in pieces if end - begin == 1]
+        few = [piece for piece in pieces if piece[2] - piece[1] <= self.rows_apart]
+        single = [(expert, route - first) for expert, begin, end in few for route in range(begin, end)]
         if len(single) > 1:  # torch compiles sizes of one apart
             experts, rows = torch.tensor(single).unbind(1)
             result = self.single_rows(experts, x[rows])
             if result is not None:
                 out[rows] = result.to(out.dtype)
-                pieces = [piece for piece in pieces if piece[2] - piece[1] > 1]
+                pieces = [piece for piece in pieces if piece[2] - piece[1] > self.rows_apart]
         for expert, begin, end in pieces:
             self.product(expert, x[begin - first : end - first], out[begin - first : end - first])
 
@@ -117,23 +122,37 @@ class _Float32Projection(Projection):
 
 
 class _Fp8Projection(_Float32Projection):
-    def __init__(self, values: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Block-scaled e4m3. With `order` ``"interleaved8"`` the rows stay as they are, and so do the columns of `out`."""
+
+    rows_apart = 2
+
+    def __init__(
+        self, values: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor, order: GateUpOrder = "stacked"
+    ) -> None:
         super().__init__(values, scale, (values.shape[1], values.shape[2]), scratch)
+        self._order = order
         # Not compiled for small matrices, nor for a single block in a dimension (torch compiles sizes of one apart).
         self._fuse = values[0].numel() >= fused.LEAST_ELEMENTS and min(scale.shape[1:]) > 1
         self._bits: torch.Tensor | None = None
 
-    def _float32_scale(self) -> torch.Tensor:
-        return ue8m0.decode(self.scale) if self.scale.dtype == ue8m0.E8M0 else self.scale
+    def _row_scales(self, which: slice) -> torch.Tensor:
+        """Float32 ``[experts, G, K/128]``: scales of G equal groups of neighbouring rows, 128 or (interleaved) 8."""
+        scale = self.scale[which]
+        scale = ue8m0.decode(scale) if scale.dtype == ue8m0.E8M0 else scale
+        if self._order == "stacked":
+            return scale
+        experts, rows, columns = scale.shape
+        runs = scale.view(experts, 2, rows // 2, 1, columns).expand(-1, -1, -1, BLOCK // INTERLEAVED_ROWS, -1)
+        return runs.permute(0, 2, 3, 1, 4).reshape(experts, -1, columns)
 
     def single_rows(self, experts: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         if not self._fuse:
             return None
-        done = fused.matvec_e4m3.call(self.values.view(torch.int8), self._float32_scale(), experts, x)
+        done = fused.matvec_e4m3.call(self.values.view(torch.int8), self._row_scales(slice(None)), experts, x)
         return None if done is None else done[0]
 
     def _decode(self, expert: int, out: torch.Tensor) -> None:
-        values, scale = self.values[expert], self._float32_scale()[expert]
+        values, scale = self.values[expert], self._row_scales(slice(expert, expert + 1))[0]
         if self._fuse and fused.decode_e4m3.call(values.view(torch.int8), scale, out) is not None:
             return
         if has_nan(values):
@@ -143,8 +162,8 @@ class _Fp8Projection(_Float32Projection):
                 self._bits = torch.empty(self.shape, dtype=torch.int16)
             out.copy_(e4m3_to_half_bits(values, self._bits))
             scale = scale * HALF_SCALE
-        n, k = self.shape
-        out.view(n // BLOCK, BLOCK, k // BLOCK, BLOCK).mul_(scale.view(n // BLOCK, 1, k // BLOCK, 1))
+        groups, blocks = scale.shape
+        out.view(groups, -1, blocks, BLOCK).mul_(scale.view(groups, 1, blocks, 1))
 
 
 class _Mxfp4Projection(_Float32Projection):
@@ -179,6 +198,11 @@ class Experts(ABC):
     def _round(self, h: torch.Tensor) -> torch.Tensor:
         """Float32 `h` ``[m, I]`` rounded as the contract says, as the operand of the second product."""
 
+    def _split(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate and up, each ``[m, I]``, of the first product ``[m, 2I]``."""
+        gate, up = gate_up.chunk(2, dim=1)
+        return gate, up
+
     def run(
         self, rows: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, list[int]]:
@@ -207,7 +231,7 @@ class Experts(ABC):
 
     def _activate(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up * weight`` in float32, clamped first where the layer clamps."""
-        gate, up = gate_up.float().chunk(2, dim=1)
+        gate, up = self._split(gate_up.float())
         if self.spec.clamp is not None:
             gate = gate.clamp(max=self.spec.clamp)
             up = up.clamp(-self.spec.clamp, self.spec.clamp)
@@ -224,6 +248,18 @@ class _Bf16Experts(Experts):
         super().__init__(spec, weights.local_experts)
         self.row_bytes = 2 * spec.hidden
         self._gate_up, self._down = _Bf16Projection(weights.w13), _Bf16Projection(weights.w2)
+
+    def run(
+        self, rows: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, list[int]]:
+        w13, w2 = self._gate_up.values, self._down.values
+        counts: list[int] = torch.bincount(expert, minlength=self.local_experts).tolist()
+        if not padding_pays(counts, w13[0].nbytes, _BATCH_ROUTES):
+            return super().run(rows, row, expert, weight)
+        return run_padded(self._unpack(rows), row, expert, weight, counts, w13, w2, self._operand), counts
+
+    def _operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self._round(self._activate(gate_up, weight))
 
     def rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return x.contiguous().view(torch.uint8)
@@ -247,10 +283,20 @@ class _QuantizedExperts(Experts):
         self.row_bytes = spec.hidden + 4 * (spec.hidden // BLOCK)
         assert weights.w13_scale is not None
         assert weights.w2_scale is not None
-        kind = _Fp8Projection if weights.format == "fp8_block" else _Mxfp4Projection
         scratch = torch.empty(2 * spec.intermediate * spec.hidden)
-        self._gate_up = kind(weights.w13, weights.w13_scale, scratch)
-        self._down = kind(weights.w2, weights.w2_scale, scratch)
+        self._order = weights.gate_up
+        if weights.format == "fp8_block":
+            self._gate_up = _Fp8Projection(weights.w13, weights.w13_scale, scratch, weights.gate_up)
+            self._down = _Fp8Projection(weights.w2, weights.w2_scale, scratch)
+        else:
+            self._gate_up = _Mxfp4Projection(weights.w13, weights.w13_scale, scratch)
+            self._down = _Mxfp4Projection(weights.w2, weights.w2_scale, scratch)
+
+    def _split(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._order == "stacked":
+            return super()._split(gate_up)
+        gate, up = gate_up.view(len(gate_up), -1, 2, INTERLEAVED_ROWS).unbind(2)
+        return gate.flatten(1), up.flatten(1)
 
     def rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         if scales is None:

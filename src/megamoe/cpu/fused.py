@@ -38,17 +38,17 @@ def _e4m3(byte: torch.Tensor) -> torch.Tensor:
 
 
 def _decode_e4m3(byte: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    rows, columns = scale.shape
-    blocks = _e4m3(byte).view(rows, BLOCK, columns, BLOCK)
-    out.copy_((blocks * scale.view(rows, 1, columns, 1)).view(out.shape))
+    groups, columns = scale.shape
+    blocks = _e4m3(byte).view(groups, -1, columns, BLOCK)
+    out.copy_((blocks * scale.view(groups, 1, columns, 1)).view(out.shape))
 
 
 def _matvec_e4m3(byte: torch.Tensor, scale: torch.Tensor, expert: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    rows, columns = scale.shape[1:]
-    count = expert.shape[0]
-    blocks = _e4m3(byte.view(-1, rows, BLOCK, columns, BLOCK)[expert])
-    weights = blocks * scale[expert].view(count, rows, 1, columns, 1)
-    return (weights * x.view(count, 1, 1, columns, BLOCK)).sum((-1, -2)).view(count, rows * BLOCK)
+    groups, columns = scale.shape[1:]
+    count, rows = expert.shape[0], byte.shape[1]
+    blocks = _e4m3(byte.view(-1, groups, rows // groups, columns, BLOCK)[expert])
+    weights = blocks * scale[expert].view(count, groups, 1, columns, 1)
+    return (weights * x.view(count, 1, 1, columns, BLOCK)).sum((-1, -2)).view(count, rows)
 
 
 def _matvec_bf16(weights: torch.Tensor, expert: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -86,11 +86,11 @@ class Fused:
 
 
 decode_e4m3 = Fused(_decode_e4m3)
-"""``(int8 [N, K], float32 [N/128, K/128], float32 out [N, K])``: write the scaled weights."""
+"""``(int8 [N, K], float32 [G, K/128], float32 out [N, K])``: write the scaled weights, G groups of rows alike."""
 
 matvec_e4m3 = Fused(_matvec_e4m3)
-"""``(int8 [EL, N, K], float32 [EL, N/128, K/128], int64 [A], float32 [A, K])`` to float32 ``[A, N]``: one row each for
-`A` experts."""
+"""``(int8 [EL, N, K], float32 [EL, G, K/128], int64 [A], float32 [A, K])`` to float32 ``[A, N]``: row i of `x` times
+the matrix of the i-th expert of `A`."""
 
 matvec_bf16 = Fused(_matvec_bf16)
 """``(BF16 [EL, N, K], int64 [A], BF16 [A, K])`` to float32 ``[A, N]``."""
