@@ -24,6 +24,7 @@ MODULES: Final = (
     "megamoe.sim.gemm",
     "megamoe.sim.fused",
     "megamoe.sim.fused_stream",
+    "megamoe.sim.absent",
 )
 """Modules with plans; each has a function ``simulated() -> Iterable[SimPlan]``."""
 

@@ -353,8 +353,9 @@ static void run_warp(Warp* w) {
 
 static void loop(Style style) {
   auto& m = machine;
+  alarm(m.options.watchdog_seconds);  // its handler starts it again while steps are made
   while (!m.aborting) {
-    if (!(m.counters.steps++ & 0xffff)) alarm(m.options.watchdog_seconds);
+    ++m.counters.steps;
     if (!style.late.empty() && (m.counters.steps > style.late_until || (m.active.empty() && m.events.empty()))) wake(style.late);
     if (!m.events.empty() && (m.active.empty() || random_below(1024) < style.event_bias)) {
       fire_event();

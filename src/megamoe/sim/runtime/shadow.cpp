@@ -41,9 +41,12 @@ const char* describe(Access kind, bool write) {
 
 struct Conflict {
   const char* what;     // of the new access
-  std::string who;
+  const Fiber* thread;  // null: `issue` says who
+  const AsyncIssue* issue;
   u32 site;
   const u8* address;
+
+  std::string who() const { return thread ? thread_name(thread) : issue->who; }
 };
 
 constexpr const char* kInUse = "OVERWRITTEN while in use by a copy or product";
@@ -52,12 +55,15 @@ const char* plain_reason(Access old) {
   return old == Access::async ? "RACE with a copy" : strong(old) ? "RACE of a plain and a relaxed access" : "RACE";
 }
 
+// What drains after an expired deadline works on stale data by design, and its results are discarded.
 void race(const Conflict& now, const Cell& c, bool old_write, const char* reason) {
+  if (machine.expired) return;
   const u32 site = old_write ? c.write_pc : c.read_pc, other = old_write ? c.write_component : c.read_component;
   const char* old = describe(old_write ? c.write : c.read, old_write);
   const u64 key = (static_cast<u64>(now.site) << 32 | site) * 31 + static_cast<u64>(now.what[0]) * 7 + old_write;
+  if (machine.seen.count(key)) return;
   report(key, "race", format("%s at %s: %s at %s by %s is not ordered after the %s at %s by %s", reason,
-                             address_name(now.address).c_str(), now.what, at(now.site).c_str(), now.who.c_str(), old,
+                             address_name(now.address).c_str(), now.what, at(now.site).c_str(), now.who().c_str(), old,
                              at(site).c_str(), component_name(other).c_str()));
 }
 
@@ -114,7 +120,7 @@ void note_write(Cell& c, const Fiber* f, u8 mask, Access kind, u32 site) {
 void plain_access(Fiber* f, const u8* p, u64 n, bool write, u32 site) {
   const u32* seen = f->clock;
   each_cell(p, n, [&](Cell& c, u8 mask, bool, const u8* address) {
-    const auto conflict = [&] { return Conflict{write ? "write" : "read", thread_name(f), site, address}; };
+    const auto conflict = [&] { return Conflict{write ? "write" : "read", f, nullptr, site, address}; };
     if (c.write != Access::none && (c.write_mask & mask) && seen[c.write_component] < c.write_tick) {
       race(conflict(), c, true, plain_reason(c.write));
     }
@@ -135,7 +141,7 @@ void strong_access(Fiber* f, const u8* p, u32 n, bool write, Scope scope) {
   const u32 site = site_of(f->pc);
   const Access kind = scope == Scope::sys ? Access::strong_sys : Access::strong_gpu;
   each_cell(p, n, [&](Cell& c, u8 mask, bool, const u8* address) {
-    const auto conflict = [&] { return Conflict{describe(kind, write), thread_name(f), site, address}; };
+    const auto conflict = [&] { return Conflict{describe(kind, write), f, nullptr, site, address}; };
     const auto clashes = [&](Access other, u32 other_component) {
       if (!strong(other)) return true;
       return machine.component_rank[other_component] != f->cta->rank && (kind != Access::strong_sys || other != Access::strong_sys);
@@ -162,9 +168,7 @@ void async_access(const AsyncIssue& issue, const u8* p, u64 n, bool write) {
   const u32* seen = issue.clock;
   each_cell(p, n, [&](Cell& c, u8, bool shared, const u8* address) {
     const u32* proxy = seen + (shared ? kAsyncShared : kAsyncGlobal) * clock_shape.stride;
-    const auto conflict = [&] {
-      return Conflict{issue.what, issue.who, issue.site, address};
-    };
+    const auto conflict = [&] { return Conflict{issue.what, nullptr, &issue, issue.site, address}; };
     if (c.write == Access::async) {
       const bool same = c.write_component == issue.component && c.write_tick == issue.tick;
       if (seen[c.write_component] < c.write_tick && !(write && same)) race(conflict(), c, true, "RACE of copies");
@@ -270,7 +274,7 @@ void read_only(const void* p, u32 size) {
   plain_access(f, static_cast<const u8*>(p), size, false, site_of(f->pc));
   each_cell(static_cast<const u8*>(p), size, [&](Cell& c, u8, bool, const u8* address) {
     if (c.write == Access::none) return;
-    race({"ld.global.nc", thread_name(f), site_of(f->pc), address}, c, true, "WRITTEN IN THIS LAUNCH, read as read-only");
+    race({"ld.global.nc", f, nullptr, site_of(f->pc), address}, c, true, "WRITTEN IN THIS LAUNCH, read as read-only");
   });
 }
 

@@ -76,6 +76,12 @@ void answer() {
 }
 
 void on_signal(int signal, siginfo_t* info, void* context) {
+  static u64 steps_before;
+  if (signal == SIGALRM && steps_before != machine.counters.steps) {
+    steps_before = machine.counters.steps;
+    alarm(machine.options.watchdog_seconds);
+    return;
+  }
   use_thread_block(scheduler_block());
   const auto* registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
   const void* pc = reinterpret_cast<const void*>(registers[REG_RIP] + 1);
