@@ -2,12 +2,14 @@
 
 import json
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from megamoe import demo_activations
 from megamoe.demo_activations import byte_tokens, layer_input
 from megamoe.demo_checkpoint import FAMILIES, make_checkpoint
 from megamoe.errors import CheckpointError, EngineError, InputError
@@ -127,7 +129,7 @@ def test_dense_layer_missing_layer_and_missing_tensor_are_named(checkpoints, tmp
         layer_input(directory, 0, byte_tokens(8))
     with pytest.raises(InputError, match="0 to 2"):
         Router(directory, 3)
-    with pytest.raises(CheckpointError, match="safetensors checkpoint"):
+    with pytest.raises(CheckpointError, match="without safetensors files"):
         read_tensors(tmp_path, lambda _: True)
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     index = json.loads((directory / "model.safetensors.index.json").read_text())
@@ -135,6 +137,21 @@ def test_dense_layer_missing_layer_and_missing_tensor_are_named(checkpoints, tmp
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"mlp\.gate\.weight"):
         Router(tmp_path, LAYER)
+
+
+@pytest.mark.parametrize("model_type", ["clip", "vit"])
+def test_a_model_without_a_language_model_is_named(tmp_path, model_type):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(CheckpointError, match=f"{model_type}.*language model"):
+        Router(tmp_path, LAYER)
+
+
+def test_the_default_text_is_found_without_an_installation(monkeypatch):
+    def nowhere(_: str) -> None:
+        raise PackageNotFoundError("megamoe")
+
+    monkeypatch.setattr(demo_activations, "distribution", nowhere)
+    assert len(byte_tokens(200)) == 200
 
 
 def test_making_a_checkpoint_never_deletes_other_files(tmp_path):

@@ -45,6 +45,18 @@ class LayerInput:
         save_file({f.name: getattr(self, f.name).contiguous() for f in fields(self)}, str(path))
 
 
+def _licence() -> Path:
+    """The licence as it was installed, or beside the sources of a checkout."""
+    try:
+        listed = [Path(str(f.locate())) for f in distribution("megamoe").files or [] if f.name == "LICENSE"]
+    except PackageNotFoundError:
+        listed = []
+    for file in (*listed, Path(__file__).parents[2] / "LICENSE"):
+        if file.is_file():
+            return file
+    raise InputError("path", "None", "a text file", "The package's licence is not installed; name a text.")
+
+
 def byte_tokens(tokens: int, path: str | Path | None = None) -> torch.Tensor:
     """The first bytes of a text as token ids, int64 ``[tokens]``.
 
@@ -55,16 +67,7 @@ def byte_tokens(tokens: int, path: str | Path | None = None) -> torch.Tensor:
     Raises:
         InputError: the text cannot be found or is too short.
     """
-    if path is not None:
-        file = Path(path)
-    else:
-        try:
-            found = [f for f in distribution("megamoe").files or [] if f.name == "LICENSE"]
-        except PackageNotFoundError:
-            found = []
-        if not found:
-            raise InputError("path", "None", "a text file", "The package's licence is not installed; name a text.")
-        file = Path(str(found[0].locate()))
+    file = Path(path) if path is not None else _licence()
     try:
         text = file.read_bytes()
     except OSError as error:

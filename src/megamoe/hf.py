@@ -5,8 +5,6 @@ Transformers is optional: it is imported when one of these functions is called.
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 
 from megamoe.errors import CheckpointError, EngineError, InputError
+from megamoe.formats.shards import Reader, weight_map
 
 __all__ = ["Router", "quiet_transformers", "read_tensors", "require_transformers", "truncated_config"]
 
@@ -59,34 +58,16 @@ def read_tensors(directory: Path, wanted: Callable[[str], bool]) -> dict[str, to
     Raises:
         CheckpointError: there is no checkpoint in `directory`, or a file of it is missing or damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
-    index = directory / "model.safetensors.index.json"
-    files: defaultdict[str, list[str]] = defaultdict(list)
-    try:
-        if index.exists():
-            for name, file in json.loads(index.read_text())["weight_map"].items():
-                if wanted(name):
-                    files[file].append(name)
-        else:
-            with safe_open(directory / "model.safetensors", framework="pt") as single:
-                files["model.safetensors"] = [name for name in single.keys() if wanted(name)]  # noqa: SIM118
-        result = {}
-        for file, names in files.items():
-            with safe_open(directory / file, framework="pt") as shard:
-                result.update({name: shard.get_tensor(name) for name in names})
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(
-            "directory", str(directory), "a Hugging Face safetensors checkpoint", f"{type(error).__name__}: {error}."
-        ) from error
-    return result
+    files = weight_map(directory)
+    with Reader(directory, files) as reader:
+        return {name: reader.stored(name).view() for name in files if wanted(name)}
 
 
 def truncated_config(directory: Path, layer: int) -> Any:
     """Transformers' configuration of the model in `directory`, cut off after `layer` and without quantisation.
 
     Raises:
-        CheckpointError: Transformers cannot read the configuration.
+        CheckpointError: Transformers cannot read the configuration, or has no language model for it.
         EngineError: Transformers is not installed.
         InputError: the model has no such layer.
     """
@@ -97,8 +78,16 @@ def truncated_config(directory: Path, layer: int) -> Any:
         raise CheckpointError(
             "directory", str(directory), "a config.json of a model that Transformers knows", f"It says: {error}."
         ) from error
-    if not 0 <= layer < config.num_hidden_layers:
-        raise InputError("layer", layer, f"0 to {config.num_hidden_layers - 1}", "Choose a layer of this model.")
+    layers = getattr(config, "num_hidden_layers", None)
+    if layers is None or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(
+            "directory",
+            f"{directory} with a {config.model_type!r} model",
+            "a language model that Transformers has a causal class for",
+            "Take the text model out of it, or call megamoe.MegaMoE with ids and weights of your own router.",
+        )
+    if not 0 <= layer < layers:
+        raise InputError("layer", layer, f"0 to {layers - 1}", "Choose a layer of this model.")
     config.num_hidden_layers = layer + 1
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -17,7 +17,7 @@ from megamoe.spec import BLOCK, MXFP4_GROUP, MoESpec, WeightFormat
 __all__ = ["INTERLEAVED_ROWS", "ExpertWeights", "GateUpOrder", "stacked_rows"]
 
 GateUpOrder = Literal["stacked", "interleaved8"]
-"""Rows of ``w13``: all of gate, then all of up; or 8 of gate, 8 of up, and so on. Block scales: gate's first in both."""
+"""Rows of ``w13``: all of gate, then all of up; or 8 of gate, 8 of up, and so on. Block scales: gate's first."""
 
 INTERLEAVED_ROWS: Final = 8
 """Rows of gate (and of up) in a run of ``"interleaved8"``."""
