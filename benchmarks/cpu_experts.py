@@ -41,22 +41,25 @@ Candidate = Callable[[], torch.Tensor]
 
 
 def make_weights(weight_format: str) -> ExpertWeights:
-    """Gaussian weights of the layer, made expert by expert so that no dense float32 copy of the layer exists."""
+    """Gaussian weights of the layer, made expert by expert so that no dense float32 copy of the layer exists.
+
+    The e4m3 values are Gaussian with the scales that quantising such weights gives: block maxima of about 4 sigma.
+    """
     generator = torch.Generator().manual_seed(1)
     e, h, i = SPEC.experts, SPEC.hidden, SPEC.intermediate
     shapes = {"w13": (2 * i, h), "w2": (h, i)}
     dtype = torch.bfloat16 if weight_format == "bf16" else fp8_block.E4M3
     tensors: dict[str, torch.Tensor] = {name: torch.empty(e, *shape, dtype=dtype) for name, shape in shapes.items()}
     for name, (n, k) in shapes.items():
-        if weight_format != "bf16":
-            tensors[f"{name}_scale"] = torch.empty(e, n // 128, k // 128)
         for expert in range(e):
-            dense = torch.randn(n, k, generator=generator).mul_(k**-0.5)
+            dense = torch.randn(n, k, generator=generator)
             if weight_format == "bf16":
-                tensors[name][expert] = dense
+                tensors[name][expert] = dense.mul_(k**-0.5)
             else:
-                q, tensors[f"{name}_scale"][expert] = fp8_block.quantize_weights(dense)
-                tensors[name].view(torch.uint8)[expert] = q.view(torch.uint8)
+                tensors[name].view(torch.uint8)[expert] = fp8_block.to_e4m3(dense.mul_(112)).view(torch.uint8)
+        if weight_format != "bf16":
+            spread = torch.rand(e, n // 128, k // 128, generator=generator) * 0.4 + 0.8
+            tensors[f"{name}_scale"] = spread * (k**-0.5 / 112)
     return ExpertWeights(format=weight_format, **tensors)  # type: ignore[arg-type]
 
 

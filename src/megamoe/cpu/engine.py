@@ -48,8 +48,11 @@ class CpuEngine:
         self._weight_bytes = max(one.nbytes for one in weights)
         self.clear_stats()
 
+    @torch.inference_mode()
     def warmup(self, bound: int) -> None:
-        """Nothing to do: there is no compilation and no arena."""
+        """Compile the fused loops; the bound does not matter."""
+        for experts in self._experts:
+            experts.warmup()
 
     def refuse(self, error: MegaMoEError) -> NoReturn:
         self._control.agree("call", error=error)

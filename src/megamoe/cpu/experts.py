@@ -229,6 +229,12 @@ class Experts(ABC):
             down[order[first:last]] = result
         return down, counts
 
+    def warmup(self) -> None:
+        """Run one expert with several routes and others with one, so that everything is compiled."""
+        expert = torch.tensor([0, 0, 0, *range(1, min(3, self.local_experts))])
+        rows = self.rows(torch.zeros(1, self.spec.hidden, dtype=torch.bfloat16), None)
+        self.run(rows, torch.zeros_like(expert), expert, torch.ones(len(expert)))
+
     def _activate(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up * weight`` in float32, clamped first where the layer clamps."""
         gate, up = self._split(gate_up.float())
