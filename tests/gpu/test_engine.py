@@ -154,14 +154,14 @@ def test_a_call_costs_the_cpu_little(layer):
     given = make_input(SMALL, 8, "cuda")
     out = torch.empty_like(given[0])
     times = []
-    for _ in range(8):
+    for _ in range(20):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(250):
+        for _ in range(50):  # few enough that the queue of launches never fills up
             layer(*given, out=out)
-        times.append((time.perf_counter() - start) / 250 * 1e6)
+        times.append((time.perf_counter() - start) / 50 * 1e6)
     layer.check()
-    print(f"\nCPU time of a call: {min(times):.1f} us at best, {sorted(times)[4]:.1f} us median")
+    print(f"\nCPU time of a call: {min(times):.1f} us at best, {sorted(times)[10]:.1f} us median")
     assert min(times) < 15
 
 

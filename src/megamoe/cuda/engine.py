@@ -268,32 +268,41 @@ class CudaEngine:
                 if not self._gpu.capturing():
                     workspace.last_stream = stream
                 workspace.gpu.follow()
+            if len(calls) == 1:
+                call, rank = calls[0], self._ranks[0]
+                if stage:
+                    self._stage(rank, call, stream)
+                out = _aligned(call.out)
+                self._start(rank, kernels[0], call, out, stream)
+                if out is not call.out:
+                    call.out.copy_(out)
+                return
+            # All ranks' inputs are staged before the first kernel: it waits for its peers', and whatever stood between
+            # the launches of two ranks would lengthen that wait.
             if stage:
                 for rank, call in zip(self._ranks, calls, strict=True):
-                    count = call.num_tokens if isinstance(call.num_tokens, torch.Tensor) else None
-                    workspace.stager(
-                        call.x,
-                        call.scales,
-                        call.expert_ids,
-                        call.expert_weights,
-                        0 if count is None else count.data_ptr(),
-                        rank.target,
-                        stream,
-                    )
+                    self._stage(rank, call, stream)
             outs = [_aligned(call.out) for call in calls]
-            if len(calls) == 1:
-                self._start(self._ranks[0], kernels[0], calls[0], outs[0], stream)
-            else:
-                # All ranks' inputs are staged by now: a rank's kernel waits for its peers', and whatever stood between
-                # the launches of two ranks would lengthen that wait.
-                streams = workspace.gpu.fork(len(calls))
-                for rank, kernel, call, out, own in zip(self._ranks, kernels, calls, outs, streams, strict=True):
-                    if launched is None or rank.rank in launched:
-                        self._start(rank, kernel, call, out, own)
-                workspace.gpu.join()
+            streams = workspace.gpu.fork(len(calls))
+            for rank, kernel, call, out, own in zip(self._ranks, kernels, calls, outs, streams, strict=True):
+                if launched is None or rank.rank in launched:
+                    self._start(rank, kernel, call, out, own)
+            workspace.gpu.join()
             for call, out in zip(calls, outs, strict=True):
                 if out is not call.out:
                     call.out.copy_(out)
+
+    def _stage(self, rank: _Rank, call: Call, stream: int) -> None:
+        count = call.num_tokens
+        self._workspace.stager(
+            call.x,
+            call.scales,
+            call.expert_ids,
+            call.expert_weights,
+            0 if isinstance(count, int) else count.data_ptr(),
+            rank.target,
+            stream,
+        )
 
     def _start(self, rank: _Rank, kernel: Kernel, call: Call, out: torch.Tensor, stream: int) -> None:
         params, count = rank.params, call.num_tokens
