@@ -375,6 +375,7 @@ def test_spec_from_each_family_of_configs(fp8: Path) -> None:
         ({"moe_intermediate_size": 256}, r"shape \[256, 128\]|shape \[128, 256\]"),
         ({"num_experts_per_tok": 9}, "topk"),
         ({"quantization_config": {"weight_block_size": [32, 32]}}, r"weight_block_size.*\[32, 32\]"),
+        ({"quantization_config": {"weight_block_size": 128}}, r"weight_block_size: got 128; allowed: \[128, 128\]"),
         ({"quantization_config": {"activation_scheme": "static"}}, "activation_scheme"),
     ],
 )

@@ -72,7 +72,7 @@ def check_fp8_config(config: Mapping[str, Any]) -> None:
     """
     quantization = _quantization(config)
     block = quantization.get("weight_block_size")
-    if block is not None and list(block) != [BLOCK, BLOCK]:
+    if block is not None and block != [BLOCK, BLOCK]:
         raise CheckpointError(
             "config.json: quantization_config.weight_block_size",
             block,
