@@ -116,7 +116,8 @@ class Dispatch {
     if (to == kNoRow) return {kNoRow, 0};
     const u32 expert = workspace::routes(p_)[to].z;
     const u32 within = to - ptx::ld_shared_u32(base_ + (kBaseTable + expert * 4));
-    return {to, ptx::ld_shared_u32(base_ + (kTileTable + expert * 4)) + within / kTileTokens};
+    const u32 tile = ptx::ld_shared_u32(base_ + (kTileTable + expert * 4)) + within / kTileTokens;
+    return {to, tile < p_.pool_tiles ? tile : 0};  // 0: only in a call that has failed, from an entry of an older one
   }
 
   // By the whole warp, [row][block] at the source to [block][row] in the pool.

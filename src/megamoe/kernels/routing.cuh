@@ -185,6 +185,8 @@ MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem so
       if (is_route(id) && expert[j] < kLocalExperts) {
         rows[j] = ptx::ld_shared_u32(base + (kBaseTable + expert[j] * 4)) +
                   ptx::ld_shared_u32(places + (s * kLocalExperts + expert[j]) * 4) + positions[j];
+        // A peer that gave the call up may be writing its next one there: such a call fails, but stays inside the pool.
+        if (rows[j] >= p.pool_rows) rows[j] = kNoRow;
         lowest = rows[j] < lowest ? rows[j] : lowest;
       }
     }
