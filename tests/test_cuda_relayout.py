@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megamoe import ExpertWeights, MoESpec
 from megamoe.cuda.relayout import KernelWeights, relayout
 from megamoe.errors import EngineError
+from megamoe.formats.layout import interleave_gate_up
 
 SPEC = MoESpec(hidden=384, intermediate=256, experts=2, topk=1)
 
@@ -60,6 +63,16 @@ def test_every_element_lies_where_the_kernel_looks(scale_dtype):
         assert torch.equal(out.w13_scales[:, tile], want)
     assert torch.equal(out.w2_scales[:, 0], torch.stack([s2[:, 0], s2[:, 0], s2[:, 1], s2[:, 1]], dim=-1))
     assert torch.equal(out.w2_scales[:, 1, :, :2], torch.stack([s2[:, 2]] * 2, dim=-1))
+
+
+def test_interleaved_rows_are_taken_as_they_are():
+    w = weights()
+    mixed = replace(w, w13=interleave_gate_up(w.w13.view(torch.uint8)).view(w.w13.dtype), gate_up="interleaved8")
+    both = [KernelWeights.empty(SPEC, 2, "cpu") for _ in range(2)]
+    relayout(SPEC, w, both[0])
+    relayout(SPEC, mixed, both[1])
+    for name in ("w13", "w13_scales"):
+        assert torch.equal(getattr(both[0], name), getattr(both[1], name))
 
 
 def test_other_formats_are_refused_with_the_way_out():

@@ -16,11 +16,10 @@ import torch
 from megamoe.errors import EngineError
 from megamoe.formats import ue8m0
 from megamoe.spec import BLOCK, MoESpec
-from megamoe.weights import ExpertWeights
+from megamoe.weights import INTERLEAVED_ROWS, ExpertWeights
 
 __all__ = ["KernelWeights", "relayout", "weight_shapes"]
 
-INTERLEAVE = 8
 CHUNK = 16
 """Bytes of a swizzle chunk."""
 
@@ -94,7 +93,7 @@ def relayout(spec: MoESpec, weights: ExpertWeights, out: KernelWeights) -> None:
 
     Args:
         spec: the layer.
-        weights: fp8_block weights, checked, on any device.
+        weights: fp8_block weights, checked, on any device; rows of w13 in either order.
         out: memory from `KernelWeights.empty`; its addresses stay, so captured graphs see the new weights.
 
     Raises:
@@ -111,8 +110,9 @@ def relayout(spec: MoESpec, weights: ExpertWeights, out: KernelWeights) -> None:
     assert weights.w2_scale is not None
     i = spec.intermediate
     for e, (w13, w2) in enumerate(_experts(weights)):
-        up_and_gate = w13.to(out.w13.device, non_blocking=True)
-        mixed = up_and_gate.view(2, i // INTERLEAVE, INTERLEAVE, -1).transpose(0, 1).reshape(2 * i, -1)
+        mixed = w13.to(out.w13.device, non_blocking=True)
+        if weights.gate_up == "stacked":
+            mixed = mixed.view(2, i // INTERLEAVED_ROWS, INTERLEAVED_ROWS, -1).transpose(0, 1).reshape(2 * i, -1)
         _tiles(mixed, out.w13[e])
         _tiles(w2.to(out.w2.device, non_blocking=True), out.w2[e])
     s13 = _float_scales(weights.w13_scale).to(out.w13_scales.device)
