@@ -129,7 +129,13 @@ class Runner:
         build_all([(k, checked) for k in self.kernels()])
 
     def run(
-        self, seed: int, *, checked: bool = False, mutation: Mutation | None = None, record_sites: bool = False
+        self,
+        seed: int,
+        *,
+        checked: bool = False,
+        mutation: Mutation | None = None,
+        record_sites: bool = False,
+        record_arrivals: bool = False,
     ) -> Report:
         """One seed. A wrong outcome is a finding of kind ``"result"``."""
         self.simulation.arena.restore()
@@ -141,6 +147,7 @@ class Runner:
                 expiry=self.plan.expiry,
                 mutation=mutation,
                 record_sites=record_sites,
+                record_arrivals=record_arrivals,
             )
             for stage in self._stages()
         ]
@@ -170,4 +177,5 @@ def _merge(reports: Sequence[Report]) -> Report:
         cpu_seconds=sum(r.cpu_seconds for r in reports),
         counters={k: sum(r.counters.get(k, 0) for r in reports) for k in first.counters},
         sites=tuple(s for r in reports for s in r.sites),
+        arrivals=tuple(a for r in reports for a in r.arrivals),
     )

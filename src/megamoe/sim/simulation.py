@@ -80,6 +80,7 @@ def _options(
     record_sites: bool = False,
     step_limit: int | None = None,
     watchdog: int | None = None,
+    record_arrivals: bool = False,
 ) -> list[str]:
     lines = [f"option seed {seed}", f"option checked {int(checked)}", f"option expiry {expiry}"]
     for name, limit in (("step_limit", step_limit), ("watchdog", watchdog)):
@@ -87,6 +88,8 @@ def _options(
             lines.append(f"option {name} {limit}")
     if record_sites:
         lines.append("option record_sites 1")
+    if record_arrivals:
+        lines.append("option record_arrivals 1")
     if mutation is not None:
         lines.append(f"option mutation {mutation.kind}")
         lines += [f"option mutated {site}" for site in mutation.sites]
@@ -148,6 +151,8 @@ class _Worker(_Recorder):
         if not got:
             return {"died": f"the worker ended with code {self.process.wait()}"}
         answer: dict[str, Any] = json.loads(got)
+        if answer.pop("last", False):
+            self.close()
         if "error" in answer:
             self.close()
             raise EngineError("simulator", answer["error"], "a job that the worker can run", "")
@@ -271,6 +276,7 @@ class Simulation:
         expiry: Expiry = "never",
         mutation: Mutation | None = None,
         record_sites: bool = False,
+        record_arrivals: bool = False,
         step_limit: int | None = None,
         watchdog: int | None = None,
         timeout: float = 300.0,
@@ -284,6 +290,7 @@ class Simulation:
             expiry: when deadlines pass.
             mutation: weaken a synchronisation call.
             record_sites: list the synchronisation calls that were executed, in ``report.sites``.
+            record_arrivals: count the phases of each mbarrier by who arrived, in ``report.arrivals``.
             step_limit: scheduler steps without any change before it is a livelock.
             watchdog: seconds without a scheduling point before the run ends (a plain spin never reaches one).
             timeout: seconds until the worker is given up.
@@ -294,7 +301,7 @@ class Simulation:
         """
         w = self._ready()
         self._describe(w, launches, checked)
-        for line in _options(seed, checked, expiry, mutation, record_sites, step_limit, watchdog):
+        for line in _options(seed, checked, expiry, mutation, record_sites, step_limit, watchdog, record_arrivals):
             w.send(line)
         answer = w.ask("run", timeout)
         findings = [Finding(kind, resolve(text, w.libraries)) for kind, text in answer.get("findings", [])]
@@ -311,6 +318,7 @@ class Simulation:
             cpu_seconds=answer.get("cpu_seconds", 0.0),
             counters=counters,
             sites=tuple((kind, site, count) for kind, site, count in answer.get("sites", [])),
+            arrivals=tuple((bar, who, count) for bar, who, count in answer.get("arrivals", [])),
         )
 
     def dump(self, directory: Path, launches: Sequence[Launch], *, seed: int, checked: bool, expiry: Expiry) -> Path:

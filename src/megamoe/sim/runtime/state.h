@@ -47,6 +47,7 @@ struct Mbarrier {
   Sync arrived, published;
   u32 init_fiber = 0, init_tick = 0;
   bool live = true;
+  std::map<std::string, std::vector<u32>> arrivals;  // of this phase, when recorded: warps by role
 };
 
 struct NamedBarrier {
@@ -254,7 +255,7 @@ struct Options {
   Expiry expiry = Expiry::never;
   char mutation = 0;
   std::vector<u32> mutated;  // call sites, sorted
-  bool record_sites = false;
+  bool record_sites = false, record_arrivals = false;
 };
 
 struct Finding {
@@ -296,6 +297,7 @@ struct Machine {
   std::unordered_map<const void*, std::string> names;
   std::unordered_map<const void*, FlagSync> flags;
   std::map<std::pair<char, u32>, u64> sites;
+  std::map<std::pair<std::string, std::string>, u64> arrivals;  // phases by barrier and who arrived
 };
 extern Machine machine;
 extern ThreadView* current;

@@ -40,8 +40,22 @@ Mbarrier* find_mbarrier(u8* bar) {
   return c->mbarriers[number].get();
 }
 
+// Who arrived in the phase that ends, as "role arrivals/warps" for each role.
+static void record_phase(Mbarrier* m) {
+  std::string who;
+  for (auto& [role, warps] : m->arrivals) {
+    const size_t all = warps.size();
+    std::sort(warps.begin(), warps.end());
+    const auto different = std::unique(warps.begin(), warps.end()) - warps.begin();
+    who += format("%s%s %zu/%td", who.empty() ? "" : ", ", role.c_str(), all, different);
+  }
+  m->arrivals.clear();
+  ++machine.arrivals[{m->label.substr(0, m->label.find('[')), who}];
+}
+
 static void complete_if_done(Mbarrier* m) {
   if (m->pending || m->bytes) return;
+  if (machine.options.record_arrivals) record_phase(m);
   ++m->phase;
   m->pending = m->expected;
   changed();
@@ -102,6 +116,7 @@ static void arrive(Mbarrier* m, Fiber* f) {
     fail("misuse", format("mbarrier %s: more arrivals than its count %u (phase %llu, bytes %d), %s by %s", m->label.c_str(),
                           m->expected, m->phase, m->bytes, at(f->pc).c_str(), thread_name(f).c_str()));
   }
+  if (machine.options.record_arrivals) m->arrivals[f->role].push_back(f->warp_index);
   --m->pending;
   f->polls.clear();
   changed();

@@ -50,8 +50,9 @@ std::string quoted(const std::string& s) {
   return out + "\"";
 }
 
-void answer() {
-  std::string out = "{\"findings\":[";
+// `last`: the worker ends behind this answer.
+void answer(bool last) {
+  std::string out = format("{\"last\":%s,\"findings\":[", last ? "true" : "false");
   for (size_t i = 0; i < machine.findings.size(); ++i) {
     const Finding& f = machine.findings[i];
     out += (i ? ",[" : "[") + quoted(f.kind) + "," + quoted(f.text) + "]";
@@ -62,6 +63,12 @@ void answer() {
   bool first = true;
   for (auto& [site, count] : machine.sites) {
     out += format("%s[\"%c\",%u,%llu]", first ? "" : ",", site.first, site.second, count);
+    first = false;
+  }
+  out += "],\"arrivals\":[";
+  first = true;
+  for (auto& [phase, count] : machine.arrivals) {
+    out += (first ? "[" : ",[") + quoted(phase.first) + "," + quoted(phase.second) + format(",%llu]", count);
     first = false;
   }
   const Counters& c = machine.counters;
@@ -92,7 +99,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
                              : signal == SIGILL ? std::string("a place that the compiler holds for unreachable")
                                                 : "access of " + address_name(info->si_addr);
     machine.findings.push_back({kind, format("%s, %s by %s", what.c_str(), at(pc).c_str(), thread_name(fiber()).c_str())});
-    answer();
+    answer(true);
   }
   _exit(3);
 }
@@ -170,6 +177,7 @@ void set_option(const std::string& name, const std::string& value) {
   else if (name == "watchdog") options.watchdog_seconds = static_cast<u32>(number());
   else if (name == "expiry") options.expiry = value == "deadlock" ? Expiry::deadlock : value == "random" ? Expiry::random : Expiry::never;
   else if (name == "record_sites") options.record_sites = number() != 0;
+  else if (name == "record_arrivals") options.record_arrivals = number() != 0;
   else if (name == "mutation") options.mutation = value[0];
   else if (name == "mutated") options.mutated.push_back(static_cast<u32>(number()));
   else refuse("unknown option " + name);
@@ -219,7 +227,7 @@ void run_job() {
   started_cpu = now(CLOCK_PROCESS_CPUTIME_ID);
   std::sort(options.mutated.begin(), options.mutated.end());
   run(launches, options);
-  answer();
+  answer(false);
   launches.clear();
   machine.buffers.clear();
   options = Options{};
