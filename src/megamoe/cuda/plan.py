@@ -81,7 +81,7 @@ class Plan:
     pulled_rows: int = 1
     wave_experts: int | None = None
     lag: int = 0
-    peek: bool = False
+    peek: bool = True
     trace: bool = False
     keep_intermediate: bool = False
     pipeline_limit_ticks: int = 300
