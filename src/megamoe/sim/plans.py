@@ -136,11 +136,13 @@ class Runner:
         mutation: Mutation | None = None,
         record_sites: bool = False,
         record_arrivals: bool = False,
+        step_limit: int | None = None,
     ) -> Report:
-        """One seed. A wrong outcome is a finding of kind ``"result"``."""
+        """One seed. A wrong outcome is a finding of kind ``"result"``; calls behind one with findings are left out."""
         self.simulation.arena.restore()
-        reports = [
-            self.simulation.run(
+        reports: list[Report] = []
+        for stage in self._stages():
+            report = self.simulation.run(
                 stage,
                 seed=seed,
                 checked=checked,
@@ -148,9 +150,11 @@ class Runner:
                 mutation=mutation,
                 record_sites=record_sites,
                 record_arrivals=record_arrivals,
+                step_limit=step_limit,
             )
-            for stage in self._stages()
-        ]
+            reports.append(report)
+            if not report.ok:
+                break
         report = _merge(reports)
         if report.ok and (wrong := self.prepared.check()) is not None:
             report = replace(report, findings=(Finding("result", wrong),))

@@ -61,7 +61,9 @@ void observe(Fiber* f, const void* p, Order order, Scope scope) {
   const auto take = [&](const OwnedClock& clock, Scope from) {
     if (!clock) return;
     if (acquires(order)) {
+      if (f->last_acquired == clock) return;  // a spin that came round
       join(f->clock, clock.get());
+      f->last_acquired = clock;
       return;
     }
     OwnedClock& seen = f->acquired[static_cast<int>(from)];

@@ -323,7 +323,7 @@ static void fire_event() {
 // Nothing can run and nothing is under way. Pollers get another look (their loops may count), then deadlines pass if the
 // options say so, then it is a deadlock. Returns false to end the run.
 static bool quiescent() {
-  constexpr u32 kRounds = 1000;
+  constexpr u32 kRounds = 100;
   if (scan_pollers(false)) return true;
   if (machine.last_change != machine.quiescent_change) {
     machine.quiescent_change = machine.last_change;

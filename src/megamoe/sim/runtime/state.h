@@ -177,6 +177,7 @@ struct Fiber : ThreadView {
   Clock clock = nullptr;
   OwnedClock release_fence[2];  // by scope: what a fence made releasable by later relaxed stores
   OwnedClock acquired[2];       // by scope: what relaxed loads saw, for a later fence
+  OwnedClock last_acquired;
 };
 
 struct Cluster {
