@@ -64,6 +64,11 @@ struct FusedTile {
   static constexpr u32 kQueueFullArrivals = 1;                // the loader
   static constexpr u32 kQueueEmptyArrivals = 8 + 2;           // one a math warp and a store warp
 
+  static constexpr u32 kMathWarps = kMathThreads / 32, kStoreWarps = kStoreWarp1 - kStoreWarp0 + 1;
+  static_assert(kEmptyArrivals == kMathWarps, "every math warp reads a stage");
+  static_assert(kStagedArrivals * kStoreWarps == kMathWarps, "a store warp for each math warpgroup");
+  static_assert(kQueueEmptyArrivals == kMathWarps + kStoreWarps, "all of them read a tile's slot");
+
   static constexpr u32 kBytesA = kTileTokens * kBlockDepth;  // tokens
   static constexpr u32 kBytesB = kWeightRows * kBlockDepth;  // weights
   static constexpr u32 kStageBytes = kBytesA + kBytesB;

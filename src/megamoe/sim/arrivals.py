@@ -1,7 +1,7 @@
 """Arrival counts of the kernels' mbarriers, recomputed: what a header states, and what warps do in a simulated run.
 
-A wrong count is a hang, or a wait that ends too early. Three statements must agree: the constants in a header, the table
-of pipelines in the comment at the head of a file, and who arrives in each phase of a run.
+A wrong count is a hang, or a wait that ends too early. Three statements must agree: the constants in a header, the
+table of pipelines in the comment at the head of a file, and who arrives in each phase of a run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pipelines:
     Attributes:
         table: file whose comment has the table of pipelines.
         counts: file with the constants.
-        arrive: for each barrier, who arrives in a phase: role -> arrivals, from (warps of each role, CTAs of a cluster).
+        arrive: barrier -> who arrives in a phase (role -> arrivals), from warps of each role and CTAs of a cluster.
     """
 
     table: str
@@ -45,6 +45,7 @@ _COMMON: Final[dict[str, Callable[[Mapping[str, int], int], dict[str, int]]]] = 
     "staged": lambda warps, cluster: {"math": _WARPGROUP},
     "free": lambda warps, cluster: {"store": 1},
 }
+_GEMM_ROLES: Final = {"loader": 1, "store": 2, "math": 2 * _WARPGROUP}
 GEMM: Final = Pipelines("tile.cuh", "tile.cuh", _COMMON)
 """The grouped GEMM."""
 
@@ -116,7 +117,7 @@ def breaches(
     """Where constants, table, roles and (with `seen`, from `observed`) a run disagree; empty when all is well."""
     comment = (kernels / pipelines.table).read_text()
     stated, rows = constants((kernels / pipelines.counts).read_text(), cluster=cluster), table(comment)
-    roles = warps(comment) if pipelines is FUSED else {"loader": 1, "store": 2, "math": 2 * _WARPGROUP}
+    roles = warps(comment) if pipelines is FUSED else _GEMM_ROLES
     wrong = []
     if set(rows) != set(pipelines.arrive):
         wrong.append(f"the table of {pipelines.table} has {sorted(rows)}, known are {sorted(pipelines.arrive)}")
@@ -131,7 +132,7 @@ def breaches(
             wrong.append(f"{barrier}: {rows.get(barrier)} is {count}, but {arrive} arrive")
         if seen is None:
             continue
-        wanted = ", ".join(f"{role} {n}/{n // cluster if role == 'math' else n}" for role, n in sorted(arrive.items()))
+        wanted = ", ".join(f"{role} {n}/{min(n, roles[role])}" for role, n in sorted(arrive.items()))
         different = set(seen.get(barrier, ())) - {wanted}
         if different or not seen.get(barrier):
             wrong.append(f"{barrier}: a run has {sorted(different) or 'no phase'}, expected {wanted}")

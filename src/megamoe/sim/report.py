@@ -33,8 +33,8 @@ class Report:
         findings: what is wrong; empty when the run is clean.
         waiting: for a deadlock or livelock, who waits for what, one line for each group of threads.
         seconds, cpu_seconds: time of the run itself, and of the processor in it.
-        arrivals: when recorded, for each mbarrier (without its index): who arrived in a phase, as "role arrivals/warps",
-            and how many phases had that.
+        arrivals: when recorded, for each mbarrier (without its index), who arrived in a phase, as "role
+            arrivals/warps", and how many phases had that.
         counters: threads, steps, switches, products (WGMMA), events (copies and products), syncs.
     """
 
