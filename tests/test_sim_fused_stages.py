@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fused_stages import FIRST_GEMM, SECOND_GEMM, stage_errors
 from megamoe import reference
+from megamoe.bench.stages import FIRST_GEMM, SECOND_GEMM, stage_errors
 from megamoe.cuda.plan import Plan
 from megamoe.sim.fused import FusedCase, Ranks
 from megamoe.sim.requirements import missing

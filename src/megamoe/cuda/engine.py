@@ -17,7 +17,7 @@ import torch
 
 from megamoe.cuda.arena import ERROR_WORDS, TRACE_EVENTS, TRACE_ROLES, Params, allocation_report
 from megamoe.cuda.driver import Driver, LaunchConfig, open_driver
-from megamoe.cuda.fused import KERNEL, fill_params, sizes_of
+from megamoe.cuda.fused import KERNEL, Buffers, fill_params, sizes_of
 from megamoe.cuda.gpu import Gpu, TorchGpu
 from megamoe.cuda.hosting import ordinal_of, refusal
 from megamoe.cuda.launch import Kernel, aligned
@@ -109,6 +109,8 @@ class CudaEngine:
         ranks = placement.ranks
         self._grid = max(1, (self._driver.device(self._ordinal).multiprocessors - sm_reserve) // ranks)
         sizes = sizes_of(spec, ranks, max_tokens)
+        if plan is not None and plan.keep_intermediate:
+            sizes = replace(sizes, keep_intermediate=True)
         if trace:
             sizes = replace(sizes, trace_words=self._grid * TRACE_ROLES * TRACE_EVENTS)
         self._sizes = sizes
@@ -312,6 +314,10 @@ class CudaEngine:
             params.tokens, params.num_tokens = call.x.shape[0], count.data_ptr()
         params.out, params.out_stride = out.data_ptr(), out.stride(0)
         kernel.launch(self._grid, stream)
+
+    def buffers(self, index: int) -> Buffers:
+        """Memory of the `index`-th hosted rank, as its last call left it: for inspection."""
+        return self._workspace.buffers[index]
 
     def stamps(self, index: int) -> torch.Tensor:
         """Time stamps of the `index`-th hosted rank's last call: int64 ``[CTAs, roles, events]``, see trace.cuh."""

@@ -1,4 +1,7 @@
-"""Errors of the fused kernel stage by stage, from what a call left in its ranks' memory."""
+"""Errors of the fused kernel stage by stage, from what a call left in its ranks' memory.
+
+The plan must keep the intermediate (`Plan.keep_intermediate`, `Sizes.keep_intermediate`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ from typing import Protocol
 
 import torch
 
-from megamoe import ExpertWeights, MoESpec, reference
+from megamoe import reference
 from megamoe.cuda.fused import Buffers
+from megamoe.spec import MoESpec
+from megamoe.weights import ExpertWeights
+
+__all__ = ["FIRST_GEMM", "SECOND_GEMM", "Staged", "stage_errors"]
 
 FIRST_GEMM = 5e-4
 """Bound of the first GEMM and SwiGLU before requantisation, relative Frobenius."""
@@ -20,10 +27,14 @@ SECOND_GEMM = 2.5e-3
 class Staged(Protocol):
     """One rank's quantised input of the call."""
 
-    q: torch.Tensor
-    scales: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
+    @property
+    def q(self) -> torch.Tensor: ...
+    @property
+    def scales(self) -> torch.Tensor: ...
+    @property
+    def ids(self) -> torch.Tensor: ...
+    @property
+    def weights(self) -> torch.Tensor: ...
 
 
 def stage_errors(
