@@ -22,7 +22,7 @@ from megamoe.weights import ExpertWeights
 if TYPE_CHECKING:
     from megamoe.group import LocalGroup
 
-__all__ = ["PROTOCOL", "random_weights", "run"]
+__all__ = ["PROTOCOL", "cells", "random_weights", "run"]
 
 PROTOCOL: Final = (
     "CPU: wall clock around one call of all ranks in one process, after one call that is not counted; "
@@ -131,3 +131,25 @@ def _measure(request: Request, spec: MoESpec, experts: ExpertWeights, group: Loc
         assert isinstance(oracle, torch.Tensor)
         row["error"] = reference.relative_error(torch.cat([y.cpu() for y in call()]), oracle)
     return row
+
+
+def cells(row: Row) -> dict[str, str]:
+    """A row for people. R x EL: ranks, experts of a rank; M: tokens on each rank; times are medians."""
+    call, kernel = row["e2e_us"], row.get("kernel_us")
+    text = {
+        "model": row["model"],
+        "R x EL": f"{row['ranks']} x {row['experts_per_rank']}",
+        "routing": row["routing"],
+        "M": str(row["tokens"]),
+    }
+    if kernel is None:
+        text |= {"ms": f"{call['median'] / 1e3:.2f}", "min": f"{call['min'] / 1e3:.2f}"}
+    else:
+        text |= {
+            "protocol": row["protocol"],
+            "call us": f"{call['median']:.1f}",
+            "kernel": f"{kernel['median']:.1f}",
+            "floor": f"{row['floor_us']:.0f}",
+        }
+    rate = f"{row['ranks'] * row['tokens'] / call['median'] * 1e6:,.0f}"
+    return {**text, "tokens/s": rate, "error": f"{row['error']:.1e}" if "error" in row else ""}

@@ -289,7 +289,7 @@ def run(request: Request, tick: Tick) -> list[Row]:
                 ranks=request.ranks,
                 kind=kind,
                 max_tokens=max(MAX_TOKENS, *request.tokens),
-                samples=lambda _: request.samples,
+                samples=lambda m: request.samples if m < 512 else min(request.samples, 30),
                 experts_per_rank=spec.local_experts(request.ranks),
                 protocols=("paced", "sustained"),
                 e2e=True,

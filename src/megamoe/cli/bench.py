@@ -88,13 +88,13 @@ def command(
         _console.print_json(document)
         return
     console = _console.out()
-    console.print(_cells(document, module.cells) if hasattr(module, "cells") else _table(document))
+    console.print(_table(document, module.cells))
     if out is not None:
         console.print(f"written: {path}")
 
 
-def _cells(document: dict[str, Any], cells: Callable[[dict[str, Any]], dict[str, str]]) -> Any:
-    """Table of a topic that says itself what stands in a row: heading -> text."""
+def _table(document: dict[str, Any], cells: Callable[[dict[str, Any]], dict[str, str]]) -> Any:
+    """The rows, each as its topic writes it for people: heading -> text."""
     from rich.console import Group
 
     from megamoe.cli import _console
@@ -106,36 +106,3 @@ def _cells(document: dict[str, Any], cells: Callable[[dict[str, Any]], dict[str,
     for row in rows:
         table.add_row(*row.values())
     return Group(table, document["protocol"])
-
-
-def _title(document: dict[str, Any]) -> str:
-    same = ", ".join(sorted({f"{row['variant']} engine, {row['format']} experts" for row in document["rows"]}))
-    return f"{document['topic']} on {document['device']}, torch {document['torch']}: {same}"
-
-
-def _table(document: dict[str, Any]) -> Any:
-    from rich.console import Group
-
-    from megamoe.cli import _console
-
-    table = _console.plain_table(_title(document))
-    for heading in ("model", "experts", "routing"):
-        table.add_column(heading)
-    for heading in ("M", "ms", "min", "n", "tokens/s", "error"):
-        table.add_column(heading, justify="right")
-    for row in document["rows"]:
-        time = row["e2e_us"]
-        error = row.get("error")
-        table.add_row(
-            row["model"],
-            f"{row['ranks']} x {row['experts_per_rank']}",
-            row["routing"],
-            str(row["tokens"]),
-            f"{time['median'] / 1e3:.2f}",
-            f"{time['min'] / 1e3:.2f}",
-            str(len(time["samples"])),
-            f"{row['ranks'] * row['tokens'] / time['median'] * 1e6:,.0f}",
-            "" if error is None else f"{error:.1e}",
-        )
-    legend = "experts: ranks x experts of a rank; M: tokens on each rank; ms: median; n: samples"
-    return Group(table, legend, document["protocol"])
