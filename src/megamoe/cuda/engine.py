@@ -20,7 +20,7 @@ from megamoe.cuda.driver import Driver, LaunchConfig, open_driver
 from megamoe.cuda.fused import KERNEL, Buffers, fill_params, sizes_of
 from megamoe.cuda.gpu import Gpu, TorchGpu
 from megamoe.cuda.hosting import ordinal_of, refusal
-from megamoe.cuda.launch import Kernel, aligned
+from megamoe.cuda.launch import Kernel, aligned, needs_context
 from megamoe.cuda.memory import acquire, host_words, release
 from megamoe.cuda.plan import THREADS, Plan
 from megamoe.cuda.relayout import KernelWeights, relayout, weight_shapes
@@ -262,37 +262,51 @@ class CudaEngine:
         """One call; with `launched`, only these ranks' kernels start (how tests make peers wait in vain)."""
         self._usable()
         self._raise_reported()
-        workspace = self._workspace
-        with workspace.lock:
+        with self._workspace.lock:
             kernels = self._by_bound.get(calls[0].bound) or self._kernels_for(calls[0].bound)
             stream = self._gpu.stream()
-            if stream != workspace.last_stream:
-                if not self._gpu.capturing():
-                    workspace.last_stream = stream
-                workspace.gpu.follow()
-            if len(calls) == 1:
-                call, rank = calls[0], self._ranks[0]
-                if stage:
-                    self._stage(rank, call, stream)
-                out = _aligned(call.out)
-                self._start(rank, kernels[0], call, out, stream)
-                if out is not call.out:
-                    call.out.copy_(out)
-                return
-            # All ranks' inputs are staged before the first kernel: it waits for its peers', and whatever stood between
-            # the launches of two ranks would lengthen that wait.
+            if needs_context(stream) and not self._driver.is_current(self._ordinal):
+                with self._driver.use_device(self._ordinal):
+                    self._enqueue(calls, kernels, stream, stage, launched)
+            else:
+                self._enqueue(calls, kernels, stream, stage, launched)
+
+    def _enqueue(
+        self,
+        calls: Sequence[Call],
+        kernels: Sequence[Kernel],
+        stream: int,
+        stage: bool,
+        launched: Collection[int] | None,
+    ) -> None:
+        workspace = self._workspace
+        if stream != workspace.last_stream:
+            if not self._gpu.capturing():
+                workspace.last_stream = stream
+            workspace.gpu.follow()
+        if len(calls) == 1:
+            call, rank = calls[0], self._ranks[0]
             if stage:
-                for rank, call in zip(self._ranks, calls, strict=True):
-                    self._stage(rank, call, stream)
-            outs = [_aligned(call.out) for call in calls]
-            streams = workspace.gpu.fork(len(calls))
-            for rank, kernel, call, out, own in zip(self._ranks, kernels, calls, outs, streams, strict=True):
-                if launched is None or rank.rank in launched:
-                    self._start(rank, kernel, call, out, own)
-            workspace.gpu.join()
-            for call, out in zip(calls, outs, strict=True):
-                if out is not call.out:
-                    call.out.copy_(out)
+                self._stage(rank, call, stream)
+            out = _aligned(call.out)
+            self._start(rank, kernels[0], call, out, stream)
+            if out is not call.out:
+                call.out.copy_(out)
+            return
+        # All ranks' inputs are staged before the first kernel: it waits for its peers', and whatever stood between the
+        # launches of two ranks would lengthen that wait.
+        if stage:
+            for rank, call in zip(self._ranks, calls, strict=True):
+                self._stage(rank, call, stream)
+        outs = [_aligned(call.out) for call in calls]
+        streams = workspace.gpu.fork(len(calls))
+        for rank, kernel, call, out, own in zip(self._ranks, kernels, calls, outs, streams, strict=True):
+            if launched is None or rank.rank in launched:
+                self._start(rank, kernel, call, out, own)
+        workspace.gpu.join()
+        for call, out in zip(calls, outs, strict=True):
+            if out is not call.out:
+                call.out.copy_(out)
 
     def _stage(self, rank: _Rank, call: Call, stream: int) -> None:
         count = call.num_tokens
@@ -313,7 +327,7 @@ class CudaEngine:
         else:
             params.tokens, params.num_tokens = call.x.shape[0], count.data_ptr()
         params.out, params.out_stride = out.data_ptr(), out.stride(0)
-        kernel.launch(self._grid, stream)
+        kernel.launch_here(self._grid, stream)
 
     def buffers(self, index: int) -> Buffers:
         """Memory of the `index`-th hosted rank, as its last call left it: for inspection."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megamoe.cuda.launch import raw_stream
+from megamoe.cuda.launch import current_stream_getter
 from megamoe.errors import EngineError
 
 __all__ = ["Gpu", "TorchGpu"]
@@ -58,6 +58,7 @@ class TorchGpu:
         self._ranks: list[torch.cuda.Stream] = []
         self._forked = 0
         self._last: torch.cuda.Stream | None = None
+        self._raw = current_stream_getter()
 
     def zeros(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -75,7 +76,7 @@ class TorchGpu:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
 
     def stream(self) -> int:
-        return raw_stream(None, self._ordinal)
+        return self._raw(self._ordinal)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

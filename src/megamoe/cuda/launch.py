@@ -21,7 +21,17 @@ from megamoe.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Kernel", "Library", "TensorMap", "TensorMaps", "aligned", "packer", "raw_stream"]
+__all__ = [
+    "Kernel",
+    "Library",
+    "TensorMap",
+    "TensorMaps",
+    "aligned",
+    "current_stream_getter",
+    "needs_context",
+    "packer",
+    "raw_stream",
+]
 
 _MAX_GRID: Final = 2**31 - 1
 _OWN_STREAMS: Final = (0, 1, 2)
@@ -50,16 +60,22 @@ def raw_stream(stream: torch.cuda.Stream | int | None, ordinal: int) -> int:
     """Handle of `stream`; None is torch's current stream of GPU `ordinal`."""
     if isinstance(stream, int):
         return stream
-    return _current_stream()(ordinal) if stream is None else int(stream.cuda_stream)
+    return current_stream_getter()(ordinal) if stream is None else int(stream.cuda_stream)
 
 
 @functools.lru_cache(maxsize=1)
-def _current_stream() -> Callable[[int], int]:
+def current_stream_getter() -> Callable[[int], int]:
+    """A function from a GPU's ordinal to the handle of torch's current stream there."""
     import torch
 
     # The public torch.cuda.current_stream makes a Stream object each time, which costs about as much as a launch.
     quick: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return quick if quick is not None else lambda ordinal: int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+def needs_context(stream: int) -> bool:
+    """Whether a launch into `stream` goes to the current context's GPU: default streams do not know theirs."""
+    return stream in _OWN_STREAMS
 
 
 def packer(structure: ctypes.Structure) -> Callable[..., None]:
@@ -155,11 +171,17 @@ class Kernel:
                 f"0 to {_MAX_GRID}, a multiple of {self.config.cluster}",
                 "Check the plan.",
             )
-        if stream in _OWN_STREAMS and not self.driver.is_current(self.ordinal):
+        if needs_context(stream) and not self.driver.is_current(self.ordinal):
             with self.driver.use_device(self.ordinal):
                 self.driver.launch(self._prepared, self._address, grid, stream)
         else:
             self.driver.launch(self._prepared, self._address, grid, stream)
+
+    def launch_here(self, grid: int, stream: int) -> None:
+        """`launch` for a caller who launches several kernels: the grid is legal, and the GPU's context is current where it
+        must be (`needs_context`).
+        """
+        self.driver.launch(self._prepared, self._address, grid, stream)
 
     def max_active_clusters(self) -> int:
         """Clusters (blocks, without clusters) of this kernel that are resident on its GPU at once."""

@@ -375,7 +375,7 @@ class CallStager:
             weights: float32 ``[M, k]``.
             num_tokens: address of an int32 on the GPU; rows from there on are not staged. 0: all of them.
             target: where to.
-            stream: handle of the stream.
+            stream: handle of the stream; where it must be, the GPU's context is current (`launch.needs_context`).
         """
         key = (ids.shape, x.stride(), ids.stride(), ids.dtype, weights.stride(), scales is None or scales.stride())
         shape = self._shapes.get(key)
@@ -398,7 +398,7 @@ class CallStager:
                 num_tokens,
                 *shape.rest,
             )
-            shape.kernel.launch(shape.blocks, stream)
+            shape.kernel.launch_here(shape.blocks, stream)
 
     def _shape(
         self,
