@@ -1,0 +1,198 @@
+"""What one of Transformers' experts modules is: its activation, its weights, and whether an engine can run it.
+
+`read` looks at attributes only, so that ``torch.compile`` traces it and guards what it saw. `check_activation` calls
+the module's own activation on a few numbers, because a class may compute anything under the usual names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megamoe.errors import InputError, SpecError, WeightError
+from megamoe.formats import fp8_block
+from megamoe.spec import BLOCK, MoESpec, ScaleFormat, WeightFormat
+from megamoe.weights import ExpertWeights
+
+__all__ = [
+    "Parameters",
+    "changes",
+    "check_activation",
+    "expert_weights",
+    "input_scales",
+    "read",
+    "spec_of",
+    "weight_format",
+]
+
+_OTHER = "Choose another experts_implementation for this model ('grouped_mm' or 'eager')."
+
+_LAYOUT = (
+    ("has_gate", True, "experts with gate and up projections"),
+    ("has_bias", False, "experts without biases"),
+    ("is_transposed", False, "weights [E, 2I, H] and [E, H, I]"),
+    ("is_concatenated", True, "gate rows before up rows"),
+    ("has_post_expert_norm", False, "experts without a norm of their own"),
+)
+"""Attributes that `use_experts_implementation` sets, what they must be, and that in words."""
+
+
+class Parameters(NamedTuple):
+    """The weights of an experts module on this rank, as its parameters hold them.
+
+    Attributes:
+        gate_up: ``[EL, 2I, H]``: BF16, e4m3, or packed E2M1 ``[EL, 2I, H / 2]``.
+        down: ``[EL, H, I]``, likewise.
+        gate_up_scale, down_scale: block scales, None for BF16.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_scale: torch.Tensor | None
+    down_scale: torch.Tensor | None
+
+
+def _refuse(module: nn.Module, what: str, given: object, allowed: str) -> None:
+    raise SpecError(f"{type(module).__name__}.{what}", given, allowed, _OTHER)
+
+
+def read(module: nn.Module) -> tuple[Parameters, float | None]:
+    """Parameters and SwiGLU clamp of `module`.
+
+    Raises:
+        SpecError: a layout, bias, norm, quantisation or activation that the engines do not compute; names the
+            attribute.
+        WeightError: parameters are missing.
+    """
+    for name, needed, meaning in _LAYOUT:
+        # Not every version sets every attribute; one that is absent means the plain case.
+        if getattr(module, name, needed) != needed:
+            _refuse(module, name, getattr(module, name), f"{needed} ({meaning})")
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
+        raise WeightError(type(module).__name__, "no gate_up_proj or down_proj", "fused expert parameters", _OTHER)
+    scales = getattr(module, "gate_up_proj_scale_inv", None), getattr(module, "down_proj_scale_inv", None)
+    if scales[0] is not None:
+        if getattr(module, "activation_scheme", "dynamic") != "dynamic":
+            _refuse(module, "activation_scheme", module.activation_scheme, "'dynamic'")
+        block: Any = getattr(module, "block_size", None)
+        if gate_up.dtype == fp8_block.E4M3 and (block is None or block[0] != BLOCK or block[1] != BLOCK):
+            _refuse(module, "block_size", block, f"[{BLOCK}, {BLOCK}]")
+    for name in ("swiglu_alpha", "gate_softcap", "up_softcap"):
+        value = getattr(module, name, None)
+        if value is not None and not (name == "swiglu_alpha" and value == 1.0):
+            _refuse(module, name, value, "None (plain SwiGLU)")
+    # Classes that clamp keep the limit beside the weights; the configuration alone does not say that they use it.
+    clamp: Any = getattr(module, "swiglu_limit", None)
+    if clamp is None:
+        clamp = getattr(module, "limit", None)
+    return Parameters(gate_up, down, *scales), None if clamp is None else float(clamp)
+
+
+_checked: MutableMapping[nn.Module, tuple[float | None]] = WeakIdKeyDictionary()
+
+
+def check_activation(module: nn.Module, clamp: float | None) -> bool:
+    """Compare ``module._apply_gate`` with clamped SwiGLU on numbers on both sides of the clamp; once per module.
+
+    Returns:
+        True, so that a trace can hold the result.
+
+    Raises:
+        SpecError: it computes something else, or cannot be called.
+    """
+    if _checked.get(module) == (clamp,):
+        return True
+    most = 4.0 if clamp is None else 2.5 * clamp
+    gate, up = torch.meshgrid(torch.linspace(-most, most, 33), torch.linspace(-most, most, 16), indexing="ij")
+    limited = (gate, up) if clamp is None else (gate.clamp(max=clamp), up.clamp(-clamp, clamp))
+    want = nn.functional.silu(limited[0]) * limited[1]
+    allowed = "silu(gate) * up" + ("" if clamp is None else f", gate and up clamped at {clamp:g}")
+    try:
+        with torch.inference_mode(), torch.device("cpu"):
+            got = module._apply_gate(torch.cat((gate, up), dim=1))  # type: ignore[operator]
+    except Exception as error:
+        raise SpecError(f"{type(module).__name__}._apply_gate", f"{error}", allowed, _OTHER) from error
+    if got.shape != want.shape or not torch.allclose(got.float(), want, rtol=1e-4, atol=1e-4):
+        _refuse(module, "_apply_gate", "another activation", allowed)
+    _checked[module] = (clamp,)
+    return True
+
+
+def weight_format(parameters: Parameters) -> WeightFormat:
+    """Format of the parameters as they are.
+
+    Raises:
+        WeightError: a dtype that no format has.
+    """
+    dtype = parameters.gate_up.dtype
+    if dtype == torch.bfloat16:
+        return "bf16"
+    if dtype == fp8_block.E4M3:
+        return "fp8_block"
+    if dtype in (torch.int8, torch.uint8) and parameters.gate_up_scale is not None:
+        return "mxfp4"
+    raise WeightError(
+        "gate_up_proj",
+        str(dtype),
+        "torch.bfloat16, or e4m3 with 128x128 scales, or packed E2M1 with UE8M0 scales",
+        "Load the model with dtype=torch.bfloat16.",
+    )
+
+
+def input_scales(parameters: Parameters) -> ScaleFormat:
+    """Scales of the quantised input: powers of two where the FP8 weights have them (``scale_fmt="ue8m0"``)."""
+    scale = parameters.gate_up_scale
+    fp8 = parameters.gate_up.dtype == fp8_block.E4M3
+    return "ue8m0" if fp8 and scale is not None and scale.dtype == torch.float8_e8m0fnu else "float32"
+
+
+def spec_of(parameters: Parameters, ranks: int, topk: int, clamp: float | None) -> MoESpec:
+    """The layer of which these are one rank's experts.
+
+    Raises:
+        InputError: `topk` exceeds the experts (ids of the wrong shape).
+    """
+    local, hidden, intermediate = parameters.down.shape
+    if weight_format(parameters) == "mxfp4":
+        intermediate *= 2
+    if topk > ranks * local:
+        raise InputError("top_k_index", f"{topk} columns", f"at most {ranks * local}, the experts", "Pass [T, k].")
+    return MoESpec(
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=ranks * local,
+        topk=topk,
+        clamp=clamp,
+        input_scales=input_scales(parameters),
+    )
+
+
+def expert_weights(parameters: Parameters, first_expert: int, *, quantize: bool) -> ExpertWeights:
+    """The parameters as `ExpertWeights`: views of them, or (BF16 and `quantize`) FP8 copies.
+
+    Raises:
+        FormatError: sizes that FP8 cannot hold.
+        WeightError: an unknown dtype; NaN or Inf in weights that are quantised.
+    """
+    stored = weight_format(parameters)
+    w13, w2 = parameters.gate_up.detach(), parameters.down.detach()
+    s13, s2 = (None if s is None else s.detach() for s in parameters[2:])
+    if stored == "bf16" and quantize:
+        (w13, s13), (w2, s2) = fp8_block.quantize_weights(w13), fp8_block.quantize_weights(w2)
+        stored = "fp8_block"
+    if stored == "mxfp4":
+        w13, w2 = w13.view(torch.uint8), w2.view(torch.uint8)
+    return ExpertWeights(format=stored, w13=w13, w2=w2, w13_scale=s13, w2_scale=s2, first_expert=first_expert)
+
+
+def changes(parameters: Sequence[torch.Tensor | None]) -> tuple[tuple[int, int], ...]:
+    """Address and version of every tensor: differs after it was replaced, or written to in place where torch counts.
+
+    Writes through ``.data`` and under inference mode are not counted.
+    """
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in parameters if t is not None)
