@@ -119,6 +119,8 @@ def play_four(rank: int, _: Path) -> dict[str, Any]:
         time.sleep(3)
     seen["late"] = caught(lambda: hasty(*call))
     seen["late again"] = caught(lambda: hasty(*call))
+    if rank in (0, 2):  # two ranks try alone, one of them twice
+        seen["reset alone"] = [caught(hasty.reset) for _ in range(1 + (rank == 2))]
     dist.barrier()
     hasty.reset()
     seen["late after"] = torch.equal(hasty(*call), good)
@@ -275,6 +277,8 @@ def test_a_late_rank_is_a_deadline_and_reset_recovers(four: list[dict[str, Any]]
     assert all(isinstance(error, (DeadlineError, PeerError)) for error in errors)
     assert any(isinstance(error, DeadlineError) and "within 1.5 s" in str(error) for error in errors)
     assert all("call on rank" in str(error) and "reset()" in str(error) for error in errors)
+    for seen in (four[0], four[2]):
+        assert all(type(error) is DeadlineError and "reset on rank" in str(error) for error in seen["reset alone"])
     for seen in four:
         assert type(seen["late again"]) is ClosedError
         assert "reset()" in str(seen["late again"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +30,9 @@ DEFAULT_DEADLINE: Final = 300.0
 
 _TEXT: Final = 1600
 """Characters of an error that travel; JSON may need up to six bytes for each, hence `_header_bytes`."""
+
+_POLL: Final = 0.01
+"""Seconds between two looks at whether all ranks want to connect anew."""
 
 _RESET: Final = "Find out why on the rank that is named or missing, then call reset() on every rank."
 
@@ -84,12 +88,33 @@ class Control:
         self._token = bytes(token.tolist()).hex()
         self._connect("construct")
 
+    def _store(self, part: str) -> Any:
+        c10d = dist.distributed_c10d
+        return c10d.PrefixStore(f"megamoe/{self._token}/{part}", c10d._get_default_store())
+
     def _connect(self, phase: str) -> None:
         # Not dist.new_group: it wants every process of the world, or the same number of groups on every member.
-        store = dist.distributed_c10d._get_default_store()
-        prefix = dist.distributed_c10d.PrefixStore(f"megamoe/{self._token}/{self._generation}", store)
+        store = self._store(str(self._generation))
         with self._waiting(phase):
-            self._group = dist.ProcessGroupGloo(prefix, self.rank, self.size, timedelta(seconds=self.deadline))
+            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.deadline))
+
+    def _meet(self) -> int:
+        """Number of the attempt in which all ranks want to connect anew.
+
+        Ranks may have tried alone, and not equally often: rank 0 numbers the attempts, the others join the newest one,
+        and it counts when all have joined.
+        """
+        store, end = self._store("reset"), time.monotonic() + self.deadline
+        attempt: int = store.add("attempt", 1 if self.rank == 0 else 0)
+        while time.monotonic() < end:
+            store.set(f"{attempt}/{self.rank}", "")
+            if self.rank == 0 and store.check([f"{attempt}/{rank}" for rank in range(self.size)]):
+                store.set(f"{attempt}/go", "")
+            if attempt > self._generation and store.check([f"{attempt}/go"]):
+                return attempt
+            time.sleep(_POLL)
+            attempt = attempt if self.rank == 0 else store.add("attempt", 0)
+        raise RuntimeError("Timed out")
 
     @contextmanager
     def _waiting(self, phase: str) -> Iterator[None]:
@@ -220,8 +245,9 @@ class Control:
         if self.size == 1:
             return
         self._group = None
-        self._generation += 1
         self._broken = "reset"
+        with self._waiting("reset"):
+            self._generation = self._meet()
         self._connect("reset")
         self._broken = None
         self.agree("reset")
