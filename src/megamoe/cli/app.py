@@ -27,6 +27,7 @@ COMMANDS: Final = (
     "bench",
     "doctor",
     "sim",
+    "trace",
 )
 
 app = typer.Typer(

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from megamoe import reference
-from megamoe.cuda.arena import ERROR_WORDS, REPORT_WORDS, Params
+from megamoe.cuda.arena import ERROR_WORDS, REPORT_WORDS, TRACE_EVENTS, TRACE_ROLES, Params
 from megamoe.cuda.fused import KERNEL, Buffers, Maps, fill_params, job, sizes_of, tensor_maps
 from megamoe.cuda.launch import aligned
 from megamoe.cuda.plan import THREADS, Plan
@@ -124,7 +124,11 @@ class Ranks:
         self.case = case
         self.full = _weights(spec)
         capacity = max(1, *(n for call in case.tokens for n in call))
-        self.sizes = replace(sizes_of(spec, ranks, capacity), keep_intermediate=case.plan.keep_intermediate)
+        self.sizes = replace(
+            sizes_of(spec, ranks, capacity),
+            keep_intermediate=case.plan.keep_intermediate,
+            trace_words=case.grid * TRACE_ROLES * TRACE_EVENTS if case.plan.trace else 0,
+        )
         self.buffers = []
         self.params: list[Params] = []
         self.maps: list[Maps] = []

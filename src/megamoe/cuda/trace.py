@@ -1,0 +1,235 @@
+"""Time stamps of the fused kernel: what they mean, where the time goes, and Chrome's trace format for Perfetto.
+
+The kernel's side is ``kernels/trace.cuh``: a row of words for each CTA and role, the first word the number of stamps,
+each stamp ``nanoseconds << 8 | event``. An event marks the end of what its role did since its event before.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from megamoe.cuda.arena import TRACE_EVENTS, TRACE_ROLES
+from megamoe.errors import InputError
+
+__all__ = ["EVENTS", "GROUPS", "ROLES", "PhaseTime", "Recording", "chrome_events", "phase_times", "write_chrome"]
+
+EVENTS: Final = {
+    1: "start",
+    2: "count routes",
+    3: "wait for counts, lay out",
+    4: "list routes",
+    5: "wait",
+    6: "pull rows",
+    7: "feed tile",
+    8: "first GEMM",
+    9: "second GEMM",
+    10: "epilogue",
+    11: "store rows",
+    12: "wait for ranks",
+    13: "combine",
+}
+"""``Event`` of trace.cuh, as what the role did until then. GEMM and store phases include waits for data."""
+
+ROLES: Final = ("loader", "store 0", "store 1", "dispatch", "math 0", "math 1")
+"""``TraceRole`` of trace.cuh."""
+
+GROUPS: Final = {"dispatch": (3,), "loader": (0,), "math": (4, 5), "store": (1, 2)}
+"""Roles that do the same work."""
+
+_START, _LISTED = 1, 4
+_MATH: Final = 4
+_INTERVAL: Final = np.dtype(
+    [("rank", "i4"), ("cta", "i4"), ("role", "i4"), ("event", "i4"), ("begin", "i8"), ("end", "i8")]
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The stamps of one call.
+
+    Attributes:
+        stamps: of each rank, int64 ``[CTAs, roles, words]`` as `CudaEngine.stamps` gives them.
+        about: what was run, in words and numbers; JSON values.
+        unit: what a stamp counts, ``"ns"`` or, from the simulator, ``"steps"``.
+    """
+
+    stamps: tuple[npt.NDArray[np.int64], ...]
+    about: dict[str, Any]
+    unit: str = "ns"
+
+    def __post_init__(self) -> None:
+        for rank, one in enumerate(self.stamps):
+            if one.ndim != 3 or one.shape[1:] != (TRACE_ROLES, TRACE_EVENTS) or one.dtype != np.int64:
+                raise InputError(
+                    "stamps",
+                    f"{one.dtype} {list(one.shape)} for rank {rank}",
+                    f"int64 [CTAs, {TRACE_ROLES}, {TRACE_EVENTS}]",
+                    "Record them with a tracing plan.",
+                )
+            if not one[:, _MATH, 0].all():
+                raise InputError(
+                    "stamps", f"rank {rank} has CTAs without a stamp", "stamps of every CTA", "Call first."
+                )
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a role had more events than a row holds."""
+        return any(int(one[:, :, 0].max()) >= TRACE_EVENTS - 1 for one in self.stamps)
+
+    def save(self, path: Path) -> None:
+        """Write everything to an ``.npz`` file."""
+        arrays: dict[str, Any] = {f"rank{r}": one for r, one in enumerate(self.stamps)}
+        about = np.frombuffer(json.dumps({"unit": self.unit, **self.about}).encode(), dtype=np.uint8)
+        with path.open("wb") as file:
+            np.savez_compressed(file, about=about, **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> Recording:
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: no such file, or it is not a recording.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                about = json.loads(file["about"].tobytes())
+                stamps = tuple(file[f"rank{r}"] for r in range(len(file.files) - 1))
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise InputError("load", str(path), "a file that megamoe trace --save wrote", f"{error}.") from error
+        return cls(stamps, {k: v for k, v in about.items() if k != "unit"}, about["unit"])
+
+    def intervals(self) -> npt.NDArray[Any]:
+        """What every role did when, sorted by rank, CTA, role and time.
+
+        Returns:
+            Structured array: rank, cta, role, event, begin, end; times from the first start of any CTA, in `unit`.
+        """
+        parts = [part for rank, one in enumerate(self.stamps) for part in _rank_intervals(rank, one)]
+        found = np.concatenate(parts) if parts else np.empty(0, _INTERVAL)
+        if len(found):
+            first = found["begin"].min()
+            found["begin"] -= first
+            found["end"] -= first
+        return found
+
+
+def _rank_intervals(rank: int, stamps: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[Any]]:
+    words = stamps.view(np.uint64)
+    for cta in range(len(stamps)):
+        listed = None
+        for role in (
+            *range(_MATH, TRACE_ROLES),
+            *range(_MATH),
+        ):  # math rows have the routing, in which the others begin
+            count = int(stamps[cta, role, 0])
+            if count == 0:
+                continue
+            row = words[cta, role, 1 : count + 1]
+            times, events = (row >> np.uint64(8)).astype(np.int64), (row & np.uint64(0xFF)).astype(np.int32)
+            if listed is None:
+                at = np.flatnonzero(events == _LISTED)
+                listed = times[at[0]] if len(at) else times[0]
+            part = np.empty(count, _INTERVAL)
+            part["rank"], part["cta"], part["role"], part["event"] = rank, cta, role, events
+            part["end"] = times
+            part["begin"][1:] = times[:-1]
+            part["begin"][0] = times[0] if role >= _MATH else min(listed, times[0])
+            yield part[part["event"] != _START]
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Time in one phase of one group of roles.
+
+    Attributes:
+        group: of `GROUPS`.
+        phase: of `EVENTS`.
+        count: how often, over all CTAs.
+        mean: time of a CTA in it (of one of its roles, where there are two), in the recording's unit.
+        longest: the longest single one.
+        share: `mean` as a part of the call, from the first start to the last end.
+    """
+
+    group: str
+    phase: str
+    count: int
+    mean: float
+    longest: int
+    share: float
+
+
+def phase_times(recording: Recording, rank: int | None = None) -> list[PhaseTime]:
+    """Where the time goes: a row for each group of roles and phase, and the rest of the call as ``"idle"``.
+
+    Args:
+        recording: the stamps.
+        rank: of one rank; None: means over all.
+    """
+    found = recording.intervals()
+    if rank is not None:
+        found = found[found["rank"] == rank]
+    if not len(found):
+        return []
+    ctas = len(np.unique(found[["rank", "cta"]]))
+    call = float(found["end"].max() - found["begin"].min())
+    rows = []
+    for group, roles in GROUPS.items():
+        own = found[np.isin(found["role"], roles)]
+        spent = own["end"] - own["begin"]
+        total = 0.0
+        for event in np.unique(own["event"]):
+            chosen = spent[own["event"] == event]
+            mean = float(chosen.sum()) / (ctas * len(roles))
+            total += mean
+            rows.append(
+                PhaseTime(group, EVENTS.get(int(event), str(event)), len(chosen), mean, int(chosen.max()), mean / call)
+            )
+        rows.append(PhaseTime(group, "idle", 0, call - total, 0, 1 - total / call))
+    return rows
+
+
+def chrome_events(recording: Recording, ctas: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Events of Chrome's trace format: a process for each rank, a thread for each CTA and role, times in microseconds.
+
+    Format: "Trace Event Format", complete events (``ph`` X) and metadata (``ph`` M), which Perfetto reads.
+
+    Args:
+        recording: the stamps. Simulated steps count as nanoseconds.
+        ctas: only these; None: all.
+    """
+    found = recording.intervals()
+    if ctas is not None:
+        found = found[np.isin(found["cta"], list(ctas))]
+    for rank in np.unique(found["rank"]):
+        yield {"ph": "M", "name": "process_name", "pid": int(rank), "args": {"name": f"rank {rank}"}}
+    for rank, cta, role in np.unique(found[["rank", "cta", "role"]]):
+        thread = {"pid": int(rank), "tid": int(cta) * TRACE_ROLES + int(role)}
+        yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"CTA {cta:03d} {ROLES[role]}"}}
+        yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": thread["tid"]}}
+    for rank, cta, role, event, begin, end in found.tolist():
+        yield {
+            "ph": "X",
+            "name": EVENTS.get(event, str(event)),
+            "cat": ROLES[role],
+            "pid": rank,
+            "tid": cta * TRACE_ROLES + role,
+            "ts": begin / 1e3,
+            "dur": (end - begin) / 1e3,
+        }
+
+
+def write_chrome(recording: Recording, path: Path, ctas: Sequence[int] | None = None) -> None:
+    """Write `chrome_events` as a JSON file that https://ui.perfetto.dev opens."""
+    with path.open("w") as file:
+        file.write('{"displayTimeUnit":"ns","otherData":' + json.dumps(recording.about) + ',"traceEvents":[\n')
+        for n, event in enumerate(chrome_events(recording, ctas)):
+            file.write((",\n" if n else "") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
