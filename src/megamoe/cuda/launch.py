@@ -178,8 +178,9 @@ class Kernel:
             self.driver.launch(self._prepared, self._address, grid, stream)
 
     def launch_here(self, grid: int, stream: int) -> None:
-        """`launch` for a caller who launches several kernels: the grid is legal, and the GPU's context is current where it
-        must be (`needs_context`).
+        """`launch` for a caller who launches several kernels.
+
+        The grid is legal, and the GPU's context is current where it must be (`needs_context`).
         """
         self.driver.launch(self._prepared, self._address, grid, stream)
 
