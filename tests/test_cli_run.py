@@ -117,6 +117,7 @@ def test_run_converts_fp8_experts_to_bf16(tiny, capsys):
     [
         (("--ranks", 3), "multiple of the number of ranks"),
         (("--ranks", 0), "greater than or equal to 1"),
+        (("--backend", "tpu"), "'tpu' is not one of"),
         (("--tokens", 62), "at most 61"),
         (("--layer", 0), "1-2"),
         (("--layer", 9), "layer"),

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, get_args
 
-import torch
-
 from megamoe.errors import EngineError, MegaMoEError
 from megamoe.spec import MoESpec, WeightFormat
-from megamoe.weights import ExpertWeights
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # commands import this file for `Backend`, and their help must not wait for torch
+    import torch
+
     from megamoe.control import Control
+    from megamoe.weights import ExpertWeights
 
 __all__ = ["Backend", "Call", "Engine", "Placement", "backend_for", "create_engine", "why_no_gpu"]
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
+from megamoe.engine import Backend
 from megamoe.errors import InputError
 from megamoe.spec import WeightFormat
-
-if TYPE_CHECKING:
-    from megamoe.engine import Backend
 
 __all__ = ["command"]
 
@@ -38,7 +36,7 @@ def command(
     ] = 16,
     routing: Annotated[str, typer.Option(help="random, balanced, zipf, hot, all-remote; commas.")] = "random",
     format: Annotated[WeightFormat, typer.Option(help="How the weights are held.")] = "fp8_block",
-    backend: Annotated[str, typer.Option(help="Engine: auto, cpu or cuda.")] = "auto",
+    backend: Annotated[Backend, typer.Option(help="Engine.")] = "auto",
     samples: Annotated[int, typer.Option(min=1, help="Samples of each measurement.")] = 30,
     seconds: Annotated[float, typer.Option(help="Stop a measurement early after this time (3 samples at least).")] = 5,
     check: Annotated[bool, typer.Option(help="Compare each measured output with the oracle.")] = True,
@@ -63,7 +61,7 @@ def command(
         experts=experts or None,
         routings=tuple(routing.split(",")),
         format=format,
-        backend=cast("Backend", backend),
+        backend=backend,
         samples=samples,
         seconds=seconds,
         check=check,

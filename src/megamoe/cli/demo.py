@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, cast
+from typing import Annotated, Final
 
 import typer
 
-if TYPE_CHECKING:
-    from megamoe.engine import Backend
+from megamoe.engine import Backend
 
 __all__ = ["command"]
 
@@ -22,7 +21,7 @@ def command(
     tokens: Annotated[int, typer.Option(help="Bytes of text, one token each, over all ranks.")] = 509,
     text: Annotated[Path | None, typer.Option(help="Text file. Default: this package's licence.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Leave checkpoints and activations in this directory.")] = None,
-    backend: Annotated[str, typer.Option(help="Engine: auto, cpu or cuda.")] = "auto",
+    backend: Annotated[Backend, typer.Option(help="Engine.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the FP8 model's run.")] = None,
 ) -> None:
@@ -50,7 +49,7 @@ def command(
             rows = root / f"{family}-layer-{_LAYER}.safetensors"
             layer_input(directory, _LAYER, byte_tokens(tokens, text)).save(rows)
             display.advance(step)
-            job = Job(directory, _LAYER, ranks=ranks, backend=cast("Backend", backend), samples=5, display=display)
+            job = Job(directory, _LAYER, ranks=ranks, backend=backend, samples=5, display=display)
             evaluation = evaluate(job, load_inputs(rows, job.spec.hidden))
             assert evaluation is not None  # None only on other ranks of a torchrun
             evaluations[family] = evaluation

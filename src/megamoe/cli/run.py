@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megamoe.engine import Backend
 from megamoe.errors import InputError
 from megamoe.spec import WeightFormat
 
 if TYPE_CHECKING:
     from megamoe.cli._evaluate import Evaluation
-    from megamoe.engine import Backend
 
 __all__ = ["command"]
 
@@ -34,7 +34,7 @@ def command(
     convert_to: Annotated[
         WeightFormat | None, typer.Option(help="Convert the experts while reading. Default: as they are stored.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="Engine: auto, cpu or cuda.")] = "auto",
+    backend: Annotated[Backend, typer.Option(help="Engine.")] = "auto",
     samples: Annotated[int, typer.Option(min=1, help="Timed calls.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (png, svg or pdf).")] = None,
@@ -59,7 +59,7 @@ def command(
             checkpoint,
             layer,
             ranks=count,
-            backend=cast("Backend", backend),
+            backend=backend,
             samples=samples,
             display=display,
             convert_to=convert_to,
