@@ -226,11 +226,14 @@ def test_warmup_compiles_what_calls_need(monkeypatch: pytest.MonkeyPatch, weight
     monkeypatch.setattr(fused, "LEAST_ELEMENTS", 0)
     monkeypatch.setattr(cpu_experts, "padding_pays", lambda *_: False)
     used: list[str] = []
-    for name in ("decode_e4m3", "matvec_e4m3", "matvec_bf16"):
-        function = getattr(fused, name)._function
+    for name, function in (
+        ("decode_e4m3", fused._decode_e4m3(128)),
+        ("matvec_e4m3", fused._matvec_e4m3(128)),
+        ("matvec_bf16", fused._matvec_bf16),
+    ):
         stand_in = fused.Fused(function)
         stand_in._compiled = lambda *a, name=name, function=function: (used.append(name), function(*a))[1]
-        monkeypatch.setattr(fused, name, stand_in)
+        monkeypatch.setattr(fused, name, stand_in if name == "matvec_bf16" else {128: stand_in})
     spec = MoESpec(hidden=384, intermediate=256, experts=6, topk=2)
     with MegaMoE(spec) as layer:
         layer.load(make_weights(spec, weight_format))
@@ -243,7 +246,7 @@ def test_fused_decoding_is_exact_for_every_byte() -> None:
     byte = EVERY_BYTE.view(torch.int8).repeat(256, 1).contiguous()
     scale = torch.tensor([[1.0, 0.3], [2.0**-20, 3e4]])
     out = torch.empty(256, 256)
-    assert fused.decode_e4m3.call(byte, scale, out) is not None
+    assert fused.decode_e4m3[128].call(byte, scale, out) is not None
     wide = EVERY_BYTE.view(E4M3).float().repeat(256, 1)
     expected = wide * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     assert torch.equal(out.isnan(), expected.isnan())
@@ -254,11 +257,11 @@ def test_without_a_compiler_plain_operations_do_it(monkeypatch: pytest.MonkeyPat
     def fails(*_: Any) -> Any:
         raise RuntimeError("no compiler\nlong story")
 
-    broken = fused.Fused(fused._decode_e4m3)
+    broken = fused.Fused(fails)
     broken._compiled = fails
     monkeypatch.setattr(fused, "LEAST_ELEMENTS", 0)
-    monkeypatch.setattr(fused, "decode_e4m3", broken)
-    monkeypatch.setattr(fused, "matvec_e4m3", broken)
+    monkeypatch.setattr(fused, "decode_e4m3", {128: broken})
+    monkeypatch.setattr(fused, "matvec_e4m3", {128: broken})
     spec = MoESpec(hidden=384, intermediate=256, experts=6, topk=2)
     w = make_weights(spec, "fp8_block")
     call = make_call(spec, 20)

@@ -115,9 +115,10 @@ class _Float32Projection(Projection):
         self._decode(expert, self._matrix)
         if len(x) == 1:
             out[0] = torch.mv(self._matrix, x[0])
-        elif len(x) == 2:
+        elif len(x) == 2 or torch.get_num_threads() == 1:
             out.copy_(x @ self._matrix.T)
         else:
+            # With weights on the left, and no odd number of columns, the library splits the work better.
             out.copy_((self._matrix @ _padded(x, 16).T)[:, : len(x)].T)
 
 
@@ -131,12 +132,13 @@ class _Fp8Projection(_Float32Projection):
     ) -> None:
         super().__init__(values, scale, (values.shape[1], values.shape[2]), scratch)
         self._order = order
+        self._rows = BLOCK if order == "stacked" else INTERLEAVED_ROWS
         # Not compiled for small matrices, nor for a single block in a dimension (torch compiles sizes of one apart).
         self._fuse = values[0].numel() >= fused.LEAST_ELEMENTS and min(scale.shape[1:]) > 1
         self._bits: torch.Tensor | None = None
 
     def _row_scales(self, which: slice) -> torch.Tensor:
-        """Float32 ``[experts, G, K/128]``: scales of G equal groups of neighbouring rows, 128 or (interleaved) 8."""
+        """Float32 ``[experts, N/rows, K/128]``: a scale for each ``self._rows`` neighbouring rows."""
         scale = self.scale[which]
         scale = ue8m0.decode(scale) if scale.dtype == ue8m0.E8M0 else scale
         if self._order == "stacked":
@@ -148,12 +150,14 @@ class _Fp8Projection(_Float32Projection):
     def single_rows(self, experts: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         if not self._fuse:
             return None
-        done = fused.matvec_e4m3.call(self.values.view(torch.int8), self._row_scales(slice(None)), experts, x)
+        done = fused.matvec_e4m3[self._rows].call(
+            self.values.view(torch.int8), self._row_scales(slice(None)), experts, x
+        )
         return None if done is None else done[0]
 
     def _decode(self, expert: int, out: torch.Tensor) -> None:
         values, scale = self.values[expert], self._row_scales(slice(expert, expert + 1))[0]
-        if self._fuse and fused.decode_e4m3.call(values.view(torch.int8), scale, out) is not None:
+        if self._fuse and fused.decode_e4m3[self._rows].call(values.view(torch.int8), scale, out) is not None:
             return
         if has_nan(values):
             out.copy_(values)
@@ -163,7 +167,7 @@ class _Fp8Projection(_Float32Projection):
             out.copy_(e4m3_to_half_bits(values, self._bits))
             scale = scale * HALF_SCALE
         groups, blocks = scale.shape
-        out.view(groups, -1, blocks, BLOCK).mul_(scale.view(groups, 1, blocks, 1))
+        out.view(groups, self._rows, blocks, BLOCK).mul_(scale.view(groups, 1, blocks, 1))
 
 
 class _Mxfp4Projection(_Float32Projection):

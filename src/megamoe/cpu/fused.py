@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from megamoe.spec import BLOCK
+from megamoe.weights import INTERLEAVED_ROWS
 
 __all__ = ["LEAST_ELEMENTS", "Fused", "decode_e4m3", "matvec_bf16", "matvec_e4m3"]
 
@@ -37,18 +38,24 @@ def _e4m3(byte: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 0, -value, value)
 
 
-def _decode_e4m3(byte: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    groups, columns = scale.shape
-    blocks = _e4m3(byte).view(groups, -1, columns, BLOCK)
-    out.copy_((blocks * scale.view(groups, 1, columns, 1)).view(out.shape))
+def _decode_e4m3(rows: int) -> Callable[..., None]:
+    def decode(byte: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        groups, columns = scale.shape
+        blocks = _e4m3(byte).view(groups, rows, columns, BLOCK)
+        out.copy_((blocks * scale.view(groups, 1, columns, 1)).view(out.shape))
+
+    return decode
 
 
-def _matvec_e4m3(byte: torch.Tensor, scale: torch.Tensor, expert: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    groups, columns = scale.shape[1:]
-    count, rows = expert.shape[0], byte.shape[1]
-    blocks = _e4m3(byte.view(-1, groups, rows // groups, columns, BLOCK)[expert])
-    weights = blocks * scale[expert].view(count, groups, 1, columns, 1)
-    return (weights * x.view(count, 1, 1, columns, BLOCK)).sum((-1, -2)).view(count, rows)
+def _matvec_e4m3(rows: int) -> Callable[..., torch.Tensor]:
+    def matvec(byte: torch.Tensor, scale: torch.Tensor, expert: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        groups, columns = scale.shape[1:]
+        count = expert.shape[0]
+        blocks = _e4m3(byte.view(-1, groups, rows, columns, BLOCK)[expert])
+        weights = blocks * scale[expert].view(count, groups, 1, columns, 1)
+        return (weights * x.view(count, 1, 1, columns, BLOCK)).sum((-1, -2)).view(count, groups * rows)
+
+    return matvec
 
 
 def _matvec_bf16(weights: torch.Tensor, expert: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -85,12 +92,13 @@ class Fused:
             return None
 
 
-decode_e4m3 = Fused(_decode_e4m3)
-"""``(int8 [N, K], float32 [G, K/128], float32 out [N, K])``: write the scaled weights, G groups of rows alike."""
+# The rows that share a scale are part of the function: as a variable they cost the inner loop a division.
+decode_e4m3 = {rows: Fused(_decode_e4m3(rows)) for rows in (BLOCK, INTERLEAVED_ROWS)}
+"""By rows that share a scale: ``(int8 [N, K], float32 [N/rows, K/128], float32 out [N, K])``, write scaled weights."""
 
-matvec_e4m3 = Fused(_matvec_e4m3)
-"""``(int8 [EL, N, K], float32 [EL, G, K/128], int64 [A], float32 [A, K])`` to float32 ``[A, N]``: row i of `x` times
-the matrix of the i-th expert of `A`."""
+matvec_e4m3 = {rows: Fused(_matvec_e4m3(rows)) for rows in (BLOCK, INTERLEAVED_ROWS)}
+"""By rows that share a scale: ``(int8 [EL, N, K], float32 [EL, N/rows, K/128], int64 [A], float32 [A, K])`` to float32
+``[A, N]``, row i of `x` times the matrix of the i-th expert of `A`."""
 
 matvec_bf16 = Fused(_matvec_bf16)
 """``(BF16 [EL, N, K], int64 [A], BF16 [A, K])`` to float32 ``[A, N]``."""
