@@ -6,6 +6,7 @@ inserts a call before every load and store (``-fsanitize=thread``, with the simu
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -13,8 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,30 +132,14 @@ def _compile_worker(target: Path) -> None:
         built.replace(target)
 
 
-def _once(target: Path, make: object) -> Path:
-    """`target`, made by one process even when several want it."""
+def _once(target: Path, make: Callable[[Path], None]) -> Path:
+    """`target`, made by one process even when several want it; the lock of a process that dies is free again."""
     if target.exists():
         return target
-    lock = target.with_suffix(".lock")
-    while True:
-        try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
-            break
-        except FileExistsError:
-            if target.exists():
-                return target
-            stale = 300.0
-            try:
-                if time.time() - lock.stat().st_mtime > stale:
-                    lock.unlink()
-            except FileNotFoundError:
-                pass
-            time.sleep(0.05)
-    try:
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            make(target)  # type: ignore[operator]
-    finally:
-        lock.unlink(missing_ok=True)
+            make(target)
     return target
 
 
