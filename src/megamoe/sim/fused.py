@@ -61,6 +61,10 @@ CASES: Final = {
     ),
     "lag": FusedCase(Plan(stages=2, wave_experts=2, lag=1, staging_buffers=2), ((80, 20), (20, 80)), grid=4),
     "alone": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), spec=_SMALL),
+    # Tiles of one or two k-blocks under a deep ring, and one CTA for all of them: the queue of tiles goes round often.
+    "queue": FusedCase(Plan(wide=False, stages=4), ((24, 30), (40, 0)), grid=1, spec=replace(_SMALL, experts=16)),
+    # More local experts than a warp has lanes.
+    "experts": FusedCase(Plan(wide=False, stages=2), ((13,), (5,)), grid=2, spec=replace(_SMALL, experts=72)),
     "nothing": FusedCase(Plan(wide=False, stages=2), ((0, 0), (0, 1)), spec=_SMALL),
     "four-ranks": FusedCase(
         Plan(wide=False, stages=2, wave_experts=1), ((5, 0, 9, 1), (2, 8, 0, 0)), grid=2, spec=_SMALL
