@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megamoe.control import Control
-from megamoe.cuda import memory, staging
+from megamoe.cuda import call_staging, memory
 from megamoe.cuda.engine import CudaEngine
 from megamoe.cuda.toolchain import Job
 from megamoe.engine import Call, Placement
@@ -153,7 +153,7 @@ class World:
 def world() -> Iterator[World]:
     """A `World` whose kernels are "compiled" for the simulator."""
     with pytest.MonkeyPatch.context() as patch, Simulation() as sim:
-        for module in (memory, staging):
+        for module in (memory, call_staging):
             patch.setattr(
                 module, "compile_kernel", lambda source, config, arch, **_: compiled(Job(source, config, arch))
             )

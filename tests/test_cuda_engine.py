@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cuda_fakes import FakeDriver, device_info
 from megamoe import MegaMoE, MoESpec, local_group
-from megamoe.cuda import hosting, staging
+from megamoe.cuda import call_staging, hosting, staging
 from megamoe.cuda.cache import Cache
 from megamoe.cuda.driver import Driver
 from megamoe.cuda.hosting import refusal, why_not
@@ -90,18 +90,18 @@ def test_every_way_a_machine_can_lack_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert why_not(SPEC, place(), 8, lambda: HOPPER) is None
 
 
-SIZES = {"stage": [64], "stage_call": [ctypes.sizeof(staging._CallArguments)]}
+SIZES = {"stage": [64], "stage_call": [ctypes.sizeof(call_staging._CallArguments)]}
 SIZES["copy_call"] = SIZES["stage_call"]
 
 
 @pytest.fixture(scope="module")
-def stager() -> tuple[FakeDriver, staging.CallStager]:
+def stager() -> tuple[FakeDriver, call_staging.CallStager]:
     driver = FakeDriver(SIZES)
-    return driver, staging.CallStager(512, "float32", 0, driver=driver)
+    return driver, call_staging.CallStager(512, "float32", 0, driver=driver)
 
 
-def arguments(driver: FakeDriver) -> staging._CallArguments:
-    return staging._CallArguments.from_buffer_copy(driver.launches[-1].parameters[0])
+def arguments(driver: FakeDriver) -> call_staging._CallArguments:
+    return call_staging._CallArguments.from_buffer_copy(driver.launches[-1].parameters[0])
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,7 +116,7 @@ def arguments(driver: FakeDriver) -> staging._CallArguments:
     count=st.booleans(),
 )
 def test_any_strides_reach_the_kernel(
-    stager: tuple[FakeDriver, staging.CallStager],
+    stager: tuple[FakeDriver, call_staging.CallStager],
     tokens: int,
     slots: int,
     wide: bool,
@@ -138,7 +138,7 @@ def test_any_strides_reach_the_kernel(
         ids, weights = ids.T.contiguous().T, weights.T.contiguous().T
         scales = None if scales is None else scales.T.contiguous().T
     number = torch.tensor([3], dtype=torch.int32)
-    target = staging.Target(q=16, s=32, ids=48, weights=64)
+    target = call_staging.Target(q=16, s=32, ids=48, weights=64)
     stage(x, scales, ids, weights, number.data_ptr() if count else 0, target, 5)
     launch, a = driver.launches[-1], arguments(driver)
     assert launch.kernel == ("copy_call" if quantised else "stage_call")
@@ -164,22 +164,22 @@ def test_any_strides_reach_the_kernel(
     assert (launch.grid - a.row_blocks) * threads >= tokens * slots
 
 
-def test_no_rows_launch_nothing(stager: tuple[FakeDriver, staging.CallStager]) -> None:
+def test_no_rows_launch_nothing(stager: tuple[FakeDriver, call_staging.CallStager]) -> None:
     driver, stage = stager
     before = len(driver.launches)
-    target = staging.Target(16, 32, 48, 64)
+    target = call_staging.Target(16, 32, 48, 64)
     stage(torch.zeros(0, 512).bfloat16(), None, torch.zeros(0, 2).int(), torch.zeros(0, 2), 0, target, 5)
     assert len(driver.launches) == before
 
 
 def test_host_and_device_agree_on_a_calls_arguments(tmp_path: Path) -> None:
     checks = []
-    for name, kind in staging._CallArguments._fields_:
-        at = getattr(staging._CallArguments, name).offset
+    for name, kind in call_staging._CallArguments._fields_:
+        at = getattr(call_staging._CallArguments, name).offset
         # __INTADDR__ is offsetof in the front end that NVRTC uses.
         checks.append(f'static_assert(__INTADDR__(&(((CallArguments*)0)->{name})) == {at}, "{name}");')
         checks.append(f'static_assert(sizeof(CallArguments::{name}) == {ctypes.sizeof(kind)}, "{name}");')
-    checks.append(f'static_assert(sizeof(CallArguments) == {ctypes.sizeof(staging._CallArguments)}, "size");')
+    checks.append(f'static_assert(sizeof(CallArguments) == {ctypes.sizeof(call_staging._CallArguments)}, "size");')
     path = tmp_path / "layout.cu"
     path.write_text(f'#include "{KERNELS / "staging.cu"}"\n' + "\n".join(checks))
     compile_kernel(path, staging.job(512, "float32", staging.PLANS[0]).config, cache=Cache(None))

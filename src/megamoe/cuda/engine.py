@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from megamoe.cuda.arena import ERROR_WORDS, TRACE_EVENTS, TRACE_ROLES, Params, allocation_report
+from megamoe.cuda.call_staging import Target
 from megamoe.cuda.driver import Driver, LaunchConfig, open_driver
 from megamoe.cuda.fused import KERNEL, Buffers, fill_params, sizes_of
 from megamoe.cuda.gpu import Gpu, TorchGpu
@@ -25,7 +26,6 @@ from megamoe.cuda.memory import acquire, host_words, release
 from megamoe.cuda.plan import THREADS, Plan
 from megamoe.cuda.relayout import KernelWeights, relayout, weight_shapes
 from megamoe.cuda.select import select_plan
-from megamoe.cuda.staging import Target
 from megamoe.engine import Call, Placement
 from megamoe.errors import ClosedError, DeadlineError, EngineError, InputError, MegaMoEError
 from megamoe.spec import MoESpec

@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 
 from megamoe.cuda.arena import ARENA, REPORT_WORDS, WORKSPACE, Sizes, allocation_report, total_bytes
+from megamoe.cuda.call_staging import CallStager
 from megamoe.cuda.driver import Driver
 from megamoe.cuda.fused import Buffers, Maps, job, tensor_maps
 from megamoe.cuda.gpu import Gpu
 from megamoe.cuda.launch import Library, TensorMaps, aligned
 from megamoe.cuda.plan import Plan
-from megamoe.cuda.staging import CallStager
 from megamoe.cuda.toolchain import compile_kernel
 from megamoe.spec import ScaleFormat
 

@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(config::kThreads) stage(const __gri
   stage_rows({a.x, a.q, a.s, a.x_stride, a.q_stride, a.s_stride}, warp, a.tokens, a.num_tokens);
 }
 
-// A call's inputs. Layout shared with megamoe.cuda.staging. Strides in bytes; outputs are contiguous.
+// A call's inputs. Layout shared with megamoe.cuda.call_staging. Strides in bytes; outputs are contiguous.
 struct CallArguments {
   const u8* x;  // BF16 rows, or e4m3 rows for `copy_call`
   const u8* scales;
