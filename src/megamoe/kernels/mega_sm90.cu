@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     trace(Event::kListed);
   }
   ptx::fence_proxy_async_shared();  // the stages are written by the copy engine from here on
-  __syncthreads();
+  __syncthreads();  // routing is over
 
   const u32 warp = ptx::warp_index();
   if (warp < 4) {
@@ -172,6 +172,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     combine_tokens(p, fact(base, kTokens), blockIdx.x * 8 + warp - 4, gridDim.x * 8, !ok);
     trace(Event::kCombined);
   }
-  __syncthreads();
+  __syncthreads();  // all roles have ended
   if (threadIdx.x == 0) leave(p, fact(base, kEpoch));
 }
