@@ -69,6 +69,18 @@ def test_without_a_gpu_auto_takes_the_cpu_and_says_why(
         assert layer.engine == "cpu"
         assert layer.memory == {"weights": 0}
     assert "takes the CPU engine: device: got nothing" in caplog.text
+
+
+@pytest.mark.parametrize(("argument", "level"), [("group", "WARNING"), ("device", "INFO")])
+def test_a_gpu_that_stays_idle_because_of_the_group_is_a_warning(
+    argument: str, level: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = EngineError(argument, "given", "allowed", "way out")
+    monkeypatch.setattr("megamoe.engine.why_no_gpu", lambda *_: reason)
+    with caplog.at_level("INFO", "megamoe"), MegaMoE(SPEC) as layer:
+        assert layer.engine == "cpu"
+    (record,) = [r for r in caplog.records if "takes the CPU engine" in r.message]
+    assert record.levelname == level
     with pytest.raises(EngineError, match=r"backend: got cuda.*device: got nothing.*Pass backend='cpu'"):
         MegaMoE(SPEC, backend="cuda")
     with pytest.raises(EngineError, match=r"devices: got \[0\].*the GPU engine cannot run \(device: got nothing"):

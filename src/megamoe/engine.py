@@ -120,7 +120,8 @@ def create_engine(
 
     Which engine it is depends on the machine, the sizes and the placement, never on the weights, which come later: the
     GPU engine refuses weights that are not FP8 blocks when they are loaded. Why ``"auto"`` took the CPU engine is
-    logged (INFO, logger ``megamoe``) and what `why_no_gpu` returns.
+    logged (logger ``megamoe``: INFO, or WARNING where a GPU stays idle because the ranks are processes) and what
+    `why_no_gpu` returns.
 
     Raises:
         EngineError: an unknown backend, or one that cannot run here.
@@ -147,7 +148,8 @@ def create_engine(
             "Drop devices=; the ranks share the CPU.",
         )
     if reason is not None:
-        _log.info("backend='auto' takes the CPU engine: %s", reason)
+        level = logging.WARNING if reason.argument == "group" else logging.INFO
+        _log.log(level, "backend='auto' takes the CPU engine: %s", reason)
     from megamoe.cpu.engine import CpuEngine
 
     return CpuEngine(spec, placement, control, max_tokens)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megamoe.bench.request import TOPICS
 from megamoe.engine import Backend
 from megamoe.errors import InputError
 from megamoe.spec import WeightFormat
@@ -27,7 +28,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def command(
-    topic: Annotated[str, typer.Argument(help="What to measure: layer.")] = "layer",
+    topic: Annotated[str, typer.Argument(help=f"What to measure: {', '.join(TOPICS)}.")] = "layer",
     model: Annotated[str, typer.Option(help="flash, pro, mimo, v3, qwen3; several separated by commas.")] = "qwen3",
     tokens: Annotated[str, typer.Option(help="Tokens on each rank, separated by commas.")] = "1,8,32,128",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in this process.")] = 1,
@@ -46,7 +47,7 @@ def command(
 ) -> None:
     """Measure one topic on this machine; every combination of models, routings and tokens."""
     from megamoe.bench.environment import device_slug, facts
-    from megamoe.bench.request import TOPICS, Request
+    from megamoe.bench.request import Request
     from megamoe.bench.results import result_path, write
     from megamoe.cli import _console
 
