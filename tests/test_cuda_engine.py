@@ -69,6 +69,11 @@ def test_without_a_gpu_auto_takes_the_cpu_and_says_why(
         assert layer.engine == "cpu"
         assert layer.memory == {"weights": 0}
     assert "takes the CPU engine: device: got nothing" in caplog.text
+    with pytest.raises(EngineError, match=r"backend: got cuda.*device: got nothing.*Pass backend='cpu'"):
+        MegaMoE(SPEC, backend="cuda")
+    with pytest.raises(EngineError, match=r"devices: got \[0\].*the GPU engine cannot run \(device: got nothing"):
+        local_group(SPEC, ranks=2, devices=[0])
+    MegaMoE(SPEC, backend="cpu").close()
 
 
 @pytest.mark.parametrize(("argument", "level"), [("group", "WARNING"), ("device", "INFO")])
@@ -81,11 +86,6 @@ def test_a_gpu_that_stays_idle_because_of_the_group_is_a_warning(
         assert layer.engine == "cpu"
     (record,) = [r for r in caplog.records if "takes the CPU engine" in r.message]
     assert record.levelname == level
-    with pytest.raises(EngineError, match=r"backend: got cuda.*device: got nothing.*Pass backend='cpu'"):
-        MegaMoE(SPEC, backend="cuda")
-    with pytest.raises(EngineError, match=r"devices: got \[0\].*the GPU engine cannot run \(device: got nothing"):
-        local_group(SPEC, ranks=2, devices=[0])
-    MegaMoE(SPEC, backend="cpu").close()
 
 
 def test_every_way_a_machine_can_lack_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
