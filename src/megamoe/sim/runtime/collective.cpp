@@ -30,6 +30,23 @@ static void move_matrices(const Collective& c, bool store) {
   }
 }
 
+// The own components of all lanes, with one new block for neighbours.
+static void settle_all(const Collective& c, Clock all) {
+  ClockBlock* block = nullptr;
+  u32 at = 0;
+  for (int i = 0; i < 32; ++i) {
+    if (!(c.mask >> i & 1)) continue;
+    Fiber* f = c.fiber[i];
+    if (!block || f->id / kBlockTicks != at) {
+      at = f->id / kBlockTicks;
+      block = copy_block(all[at]);
+      all[at] = block;
+    }
+    block->tick[f->id % kBlockTicks] = f->tick;
+    f->settled = f->tick;
+  }
+}
+
 static void finish(Collective& c) {
   const auto in = [&c](int lane) { return c.mask >> lane & 1; };
   u64 shared_result = 0;
@@ -58,17 +75,17 @@ static void finish(Collective& c) {
   }
   if (machine.checked && c.kind == CollectiveKind::sync) {
     // The only collective that orders memory: everybody has seen what anybody had.
-    u32* all = nullptr;
+    Clock all = nullptr;
     for (int i = 0; i < 32; ++i) {
       if (!in(i)) continue;
       if (all) join(all, c.fiber[i]->clock);
       else all = c.fiber[i]->clock;
     }
+    settle_all(c, all);
     for (int i = 0; i < 32; ++i) {
-      if (in(i) && c.fiber[i]->clock != all) copy_clock(c.fiber[i]->clock, all);
-    }
-    for (int i = 0; i < 32; ++i) {
-      if (in(i)) tick(c.fiber[i]);
+      if (!in(i)) continue;
+      if (c.fiber[i]->clock != all) copy_clock(c.fiber[i]->clock, all);
+      tick(c.fiber[i]);
     }
   }
   for (int i = 0; i < 32; ++i) {

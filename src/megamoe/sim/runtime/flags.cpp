@@ -26,6 +26,7 @@ void check_word(const void* p, u32 size, bool write) {
 // A store replaces what a reader of the word acquires; a read-modify-write adds to it (it continues a release sequence).
 void publish(Fiber* f, const void* p, Order order, Scope scope, bool update) {
   if (!machine.checked) return;
+  if (releases(order)) settle(f);
   const OwnedClock now = releases(order) ? clone(f->clock) : nullptr;
   const OwnedClock own[2] = {now ? now : f->release_fence[0], now ? now : f->release_fence[1]};
   const u32 rank = f->cta->rank;

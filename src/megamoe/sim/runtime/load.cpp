@@ -99,6 +99,7 @@ void issue(std::unique_ptr<LoadEvent> e, u8* dst, u8* bar, u32 mask, u64 total) 
     Mbarrier* m = find_mbarrier(t->shared + (bar - own->shared));
     check_initialised(m, true);
     if (machine.checked) {
+      settle(f);
       const AsyncIssue how{f->clock, m->component, static_cast<u32>(m->phase + 1), "async write (load)", thread_name(f), site_of(f->pc)};
       async_access(how, t->shared + e->offset, total, true);
     }
@@ -147,6 +148,7 @@ void tma_load(u8* dst, const CUtensorMap* map, u8* bar, int rank, int x, int y, 
   e->x = x;
   e->y = y;
   e->z = z;
+  if (machine.checked) settle(f);
   const AsyncIssue how{f->clock, f->cta->shared_queue, 0, "async read (load)", machine.checked ? thread_name(f) : "", site_of(f->pc)};
   check_box(m, x, y, z, false, "TMA load", machine.checked ? &how : nullptr);
   issue(std::move(e), dst, bar, mask, m.bytes());
@@ -162,6 +164,7 @@ void bulk_load(u8* dst, const void* src, u32 bytes, u8* bar, u32 mask) {
   e->source = static_cast<const u8*>(src);
   e->bytes = bytes;
   if (machine.checked) {
+    settle(f);
     async_access({f->clock, f->cta->shared_queue, 0, "async read (load)", thread_name(f), site_of(f->pc)}, e->source, bytes, false);
   }
   issue(std::move(e), dst, bar, mask, bytes);

@@ -107,7 +107,7 @@ static bool scan_pollers(bool all) {
 }
 
 u32 new_component(u32 rank, std::string label) {
-  if (clock_shape.used >= clock_shape.stride || clock_shape.used >= 0xffff) return ~0u;
+  if (clock_shape.used >= clock_shape.most || clock_shape.used >= 0xffff) return ~0u;
   machine.component_rank.push_back(rank);
   machine.component_label.push_back(std::move(label));
   return clock_shape.used++;
@@ -140,8 +140,11 @@ static void end_of_launch(u32 launch) {
     Stage& stage = machine.stages[next];
     if (machine.checked) {
       const OwnedClock all = new_clock();
-      for (const Fiber* f : machine.stages[launch].fibers) join(all.get(), f->clock);
-      for (const View view : {kAsyncShared, kAsyncGlobal}) join_view(all.get() + view * clock_shape.stride, all.get());
+      for (Fiber* f : machine.stages[launch].fibers) {
+        settle(f);
+        join(all.get(), f->clock);
+      }
+      for (const View view : {kAsyncShared, kAsyncGlobal}) join_view(all.get() + view * clock_shape.blocks, all.get());
       for (Fiber* f : stage.fibers) join(f->clock, all.get());
     }
     wake(stage.held);
@@ -236,24 +239,19 @@ static void build_cta(const Launch& launch, u32 index, u32 number) {
 static void build_clocks() {
   const u32 fibers = static_cast<u32>(machine.fibers.size()), ctas = static_cast<u32>(machine.ctas.size());
   clock_shape.used = fibers;
-  clock_shape.stride = (fibers + ctas * (kMbarriersPerCta + kQueuesPerCta + 8) + 15) & ~15u;
+  clock_shape.most = fibers + ctas * (kMbarriersPerCta + kQueuesPerCta + 8);
+  clock_shape.blocks = (clock_shape.most + kBlockTicks - 1) / kBlockTicks;
   for (auto& f : machine.fibers) machine.component_rank.push_back(f->cta->rank);
   for (auto& c : machine.ctas) {
     const std::string where = format("rank %u cta %u", c->rank, c->id_in_grid());
     c->shared_queue = new_component(c->rank, "bulk stores of " + where);
     for (auto* g : c->groups) g->component = new_component(c->rank, format("wgmma of warpgroup %u, %s", g->index, where.c_str()));
   }
-  static u8* region;
-  static size_t region_bytes;
-  if (region) munmap(region, region_bytes);
-  const size_t each = kViews * static_cast<size_t>(clock_shape.stride) * sizeof(u32);
-  region_bytes = each * fibers;
-  region = static_cast<u8*>(mmap(nullptr, region_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  if (region == MAP_FAILED) std::abort();
-  for (auto& f : machine.fibers) {
-    f->clock = reinterpret_cast<u32*>(region + each * f->id);
-    f->clock[f->id] = 1;
-  }
+  static std::vector<const ClockBlock*> tables;
+  forget_blocks();
+  const size_t each = kViews * static_cast<size_t>(clock_shape.blocks);
+  tables.assign(each * fibers, nullptr);
+  for (auto& f : machine.fibers) f->clock = &tables[each * f->id];
 }
 
 // How this seed schedules: seed 0 is plain round robin, copies at once.

@@ -83,13 +83,13 @@ void each_cell(const u8* p, u64 n, Visit visit) {
 }
 
 void note_read(Cell& c, const Fiber* f, u8 mask, Access kind, u32 site) {
-  const u32 tick = component(f->clock, kSeen, f->id);
+  const u32 tick = f->tick;
   if (c.read == kind && c.read_component == f->id && c.read_tick == tick) {
     c.read_mask |= mask;
     return;
   }
   // One reader is remembered; between two that are not ordered, chance decides.
-  const bool covered = c.read == Access::none || component(f->clock, kSeen, c.read_component) >= c.read_tick;
+  const bool covered = c.read == Access::none || seen_by(f, c.read_component) >= c.read_tick;
   if (!covered && !(random_bits() & 1)) return;
   c.read = kind;
   c.read_component = static_cast<u16>(f->id);
@@ -99,7 +99,7 @@ void note_read(Cell& c, const Fiber* f, u8 mask, Access kind, u32 site) {
 }
 
 void note_write(Cell& c, const Fiber* f, u8 mask, Access kind, u32 site) {
-  const u32 tick = component(f->clock, kSeen, f->id);
+  const u32 tick = f->tick;
   // One write is remembered; a relaxed one must not always hide an ordinary one, which more accesses would race with.
   if (strong(kind) && c.write != Access::none && !strong(c.write) && (random_bits() & 1)) return;
   if (c.write == kind && c.write_component == f->id && c.write_tick == tick) {
@@ -118,17 +118,16 @@ void note_write(Cell& c, const Fiber* f, u8 mask, Access kind, u32 site) {
 
 // An ordinary load or store of a thread.
 void plain_access(Fiber* f, const u8* p, u64 n, bool write, u32 site) {
-  const u32* seen = f->clock;
   each_cell(p, n, [&](Cell& c, u8 mask, bool, const u8* address) {
     const auto conflict = [&] { return Conflict{write ? "write" : "read", f, nullptr, site, address}; };
-    if (c.write != Access::none && (c.write_mask & mask) && seen[c.write_component] < c.write_tick) {
+    if (c.write != Access::none && (c.write_mask & mask) && seen_by(f, c.write_component) < c.write_tick) {
       race(conflict(), c, true, plain_reason(c.write));
     }
     if (!write) {
       note_read(c, f, mask, Access::plain, site);
       return;
     }
-    if (c.read != Access::none && (c.read_mask & mask) && seen[c.read_component] < c.read_tick) {
+    if (c.read != Access::none && (c.read_mask & mask) && seen_by(f, c.read_component) < c.read_tick) {
       race(conflict(), c, false, c.read == Access::async ? kInUse : plain_reason(c.read));
     }
     note_write(c, f, mask, Access::plain, site);
@@ -137,7 +136,6 @@ void plain_access(Fiber* f, const u8* p, u64 n, bool write, u32 site) {
 
 // A relaxed, acquire or release access. Two of these never race when their scopes include each other.
 void strong_access(Fiber* f, const u8* p, u32 n, bool write, Scope scope) {
-  const u32* seen = f->clock;
   const u32 site = site_of(f->pc);
   const Access kind = scope == Scope::sys ? Access::strong_sys : Access::strong_gpu;
   each_cell(p, n, [&](Cell& c, u8 mask, bool, const u8* address) {
@@ -147,7 +145,7 @@ void strong_access(Fiber* f, const u8* p, u32 n, bool write, Scope scope) {
       return machine.component_rank[other_component] != f->cta->rank && (kind != Access::strong_sys || other != Access::strong_sys);
     };
     const auto reason = [&](Access other) { return strong(other) ? "SCOPE too narrow" : "RACE of a plain and a relaxed access"; };
-    if (c.write != Access::none && (c.write_mask & mask) && seen[c.write_component] < c.write_tick &&
+    if (c.write != Access::none && (c.write_mask & mask) && seen_by(f, c.write_component) < c.write_tick &&
         clashes(c.write, c.write_component)) {
       race(conflict(), c, true, reason(c.write));
     }
@@ -155,7 +153,7 @@ void strong_access(Fiber* f, const u8* p, u32 n, bool write, Scope scope) {
       note_read(c, f, mask, kind, site);
       return;
     }
-    if (c.read != Access::none && (c.read_mask & mask) && seen[c.read_component] < c.read_tick &&
+    if (c.read != Access::none && (c.read_mask & mask) && seen_by(f, c.read_component) < c.read_tick &&
         clashes(c.read, c.read_component)) {
       race(conflict(), c, false, reason(c.read));
     }
@@ -165,15 +163,15 @@ void strong_access(Fiber* f, const u8* p, u32 n, bool write, Scope scope) {
 
 // An access by the async proxy (copies, WGMMA), ordered by the clock of whoever issued it.
 void async_access(const AsyncIssue& issue, const u8* p, u64 n, bool write) {
-  const u32* seen = issue.clock;
+  const ClockBlock* const* seen = view_of(issue.clock, kSeen);
   each_cell(p, n, [&](Cell& c, u8, bool shared, const u8* address) {
-    const u32* proxy = seen + (shared ? kAsyncShared : kAsyncGlobal) * clock_shape.stride;
+    const ClockBlock* const* proxy = view_of(issue.clock, shared ? kAsyncShared : kAsyncGlobal);
     const auto conflict = [&] { return Conflict{issue.what, nullptr, &issue, issue.site, address}; };
     if (c.write == Access::async) {
       const bool same = c.write_component == issue.component && c.write_tick == issue.tick;
-      if (seen[c.write_component] < c.write_tick && !(write && same)) race(conflict(), c, true, "RACE of copies");
-    } else if (c.write != Access::none && proxy[c.write_component] < c.write_tick) {
-      race(conflict(), c, true, seen[c.write_component] < c.write_tick ? "RACE" : "MISSING PROXY FENCE");
+      if (tick_in(seen, c.write_component) < c.write_tick && !(write && same)) race(conflict(), c, true, "RACE of copies");
+    } else if (c.write != Access::none && tick_in(proxy, c.write_component) < c.write_tick) {
+      race(conflict(), c, true, tick_in(seen, c.write_component) < c.write_tick ? "RACE" : "MISSING PROXY FENCE");
     }
     if (!write) {
       c.read = Access::async;
@@ -183,7 +181,7 @@ void async_access(const AsyncIssue& issue, const u8* p, u64 n, bool write) {
       c.read_mask = 15;
       return;
     }
-    if (c.read != Access::none && seen[c.read_component] < c.read_tick) {
+    if (c.read != Access::none && tick_in(seen, c.read_component) < c.read_tick) {
       race(conflict(), c, false, c.read == Access::async ? kInUse : "OVERWRITTEN before a read");
     }
     c.write = Access::async;

@@ -175,6 +175,7 @@ struct Fiber : ThreadView {
   u32 stores_issued = 0, stores_finished = 0;
 
   Clock clock = nullptr;
+  u32 tick = 1, settled = 0;  // own component, and what of it is in `clock`
   OwnedClock release_fence[2];  // by scope: what a fence made releasable by later relaxed stores
   OwnedClock acquired[2];       // by scope: what relaxed loads saw, for a later fence
   OwnedClock last_acquired;
@@ -372,6 +373,8 @@ inline bool mutated(char kind) {
 
 // sync.cpp: publish and acquire clocks
 void tick(Fiber* f);
+void settle(Fiber* f);
+u32 seen_by(const Fiber* f, u32 index);
 void release_into(Fiber* f, Sync& sync);
 void acquire_from(Fiber* f, const Sync& sync);
 
@@ -379,7 +382,7 @@ void acquire_from(Fiber* f, const Sync& sync);
 void plain_access(Fiber* f, const u8* p, u64 n, bool write, u32 site);
 void strong_access(Fiber* f, const u8* p, u32 n, bool write, Scope scope);
 struct AsyncIssue {
-  const u32* clock;
+  const ClockBlock* const* clock;  // settled
   u32 component, tick;
   const char* what;
   std::string who;

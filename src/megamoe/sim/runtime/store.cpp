@@ -69,6 +69,7 @@ u32 next_number(Fiber* f) {
 }
 
 AsyncIssue how_of(Fiber* f, u32 tick, const char* what) {
+  settle(f);
   return {f->clock, queue_of(f), tick, what, thread_name(f), site_of(f->pc)};
 }
 

@@ -4,12 +4,21 @@
 namespace sim {
 
 void tick(Fiber* f) {
-  if (machine.checked) ++f->clock[f->id];
+  ++f->tick;
 }
+
+void settle(Fiber* f) {
+  if (f->settled == f->tick) return;
+  set_component(f->clock, kSeen, f->id, f->tick);
+  f->settled = f->tick;
+}
+
+u32 seen_by(const Fiber* f, u32 index) { return index == f->id ? f->tick : component(f->clock, kSeen, index); }
 
 void release_into(Fiber* f, Sync& sync) {
   ++machine.counters.syncs;
   if (!machine.checked) return;
+  settle(f);
   if (!sync.clock) sync.clock = new_clock();
   join(sync.clock.get(), f->clock);
   tick(f);
@@ -90,7 +99,7 @@ void mbarrier_init(u8* bar, u32 arrivals) {
   if (machine.checked) {
     m->component = new_component(c->rank, "copies that complete " + m->label);
     m->init_fiber = f->id;
-    m->init_tick = f->clock[f->id];
+    m->init_tick = f->tick;
     plain_access(f, bar, 8, true, site_of(f->pc));
   }
   const u64 word = kCookie | c->mbarriers.size();
@@ -103,7 +112,7 @@ void mbarrier_init(u8* bar, u32 arrivals) {
 void check_initialised(Mbarrier* m, bool by_async) {
   if (!machine.checked) return;
   const Fiber* f = fiber();
-  const bool seen = component(f->clock, kSeen, m->init_fiber) >= m->init_tick;
+  const bool seen = seen_by(f, m->init_fiber) >= m->init_tick;
   if (by_async ? component(f->clock, kAsyncShared, m->init_fiber) >= m->init_tick : seen) return;
   report(site_of(f->pc) * 31ull + 9, "race",
          format("mbarrier %s: its init is not ordered before %s (missing %s), %s by %s", m->label.c_str(),
@@ -275,7 +284,8 @@ void cluster_wait() {
 
 static void proxy_fence(Fiber* f, Proxy proxy) {
   if (!machine.checked) return;
-  const auto see = [f](View view) { join_view(f->clock + view * clock_shape.stride, f->clock); };
+  settle(f);
+  const auto see = [f](View view) { join_view(f->clock + view * clock_shape.blocks, f->clock); };
   if (proxy != Proxy::global) see(kAsyncShared);
   if (proxy != Proxy::shared) see(kAsyncGlobal);
 }
@@ -303,6 +313,7 @@ void fence_acq_rel(Scope scope) {
     for (int s = 0; s <= static_cast<int>(scope); ++s) {
       if (f->acquired[s]) join(f->clock, f->acquired[s].get());
     }
+    settle(f);
     const OwnedClock now = clone(f->clock);
     for (int s = 0; s <= static_cast<int>(scope); ++s) f->release_fence[s] = now;
     tick(f);

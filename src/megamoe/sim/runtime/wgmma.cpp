@@ -162,6 +162,7 @@ void product(float* acc, u32 registers, const u8* a, const u32* a_registers, con
     }
   }
   if (machine.checked && f->lane == 0) {
+    settle(f);
     if (p.clock) meet(p.clock.get(), f->clock);
     else p.clock = clone(f->clock);
   }
