@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import nn
 
 from megamoe.errors import InputError
 from megamoe.integrations.transformers import layers
-from megamoe.integrations.transformers.modules import check_activation, read
+from megamoe.integrations.transformers.modules import check, clamp_of, parameters_of, plain_activation, problem
 
 __all__ = ["NAMES", "QUANTIZED", "STORED", "experts_forward", "forward", "quantized_experts_forward"]
 
@@ -22,14 +23,26 @@ QUANTIZED: Final = "megamoe-fp8"
 
 NAMES: Final = (STORED, QUANTIZED)
 
+_F = TypeVar("_F", bound=Callable[..., bool])
+
+_SILU: Final = ("SiLU", "SiLUActivation")
+"""Names of torch's and Transformers' class."""
+
 _NO_GRAD: Final = "Call the model under torch.inference_mode() or torch.no_grad()."
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _check(module: nn.Module) -> bool:
-    """All that `read` and `check_activation` refuse, run for real while a trace is made: traced code cannot raise this
-    package's errors."""
-    return check_activation(module, read(module)[1])
+# A trace holds the results of these two. The first has only constants for arguments, so that one graph serves all
+# modules of a class; the second would tie the graph to its module, and is reached only where it may refuse.
+_assume_constant: Callable[[_F], _F] = torch._dynamo.assume_constant_result
+_plain_activation = _assume_constant(plain_activation)
+_check = _assume_constant(check)
+
+
+def _check_traced(module: Any) -> None:
+    """`check` as traced code does it: attributes are guarded, and nothing but a builtin exception is raised."""
+    silu = type(getattr(module, "act_fn", None)).__name__ in _SILU
+    if problem(module) is not None or not silu or not _plain_activation(type(module), clamp_of(module)):
+        _check(module)
 
 
 def forward(
@@ -64,10 +77,10 @@ def forward(
     """
     compiling = torch.compiler.is_compiling()
     if compiling:
-        _check(module)
-    parameters, clamp = read(module)
-    if not compiling:
-        check_activation(module, clamp)
+        _check_traced(module)
+    else:
+        check(module)
+    parameters, clamp = parameters_of(module), clamp_of(module)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or parameters.gate_up.requires_grad):
         if compiling:
             raise RuntimeError(f"megamoe has no backward pass. {_NO_GRAD}")

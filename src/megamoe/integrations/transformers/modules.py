@@ -1,12 +1,13 @@
 """What one of Transformers' experts modules is: its activation, its weights, and whether an engine can run it.
 
-`read` looks at attributes only, so that ``torch.compile`` traces it and guards what it saw. `check_activation` calls
-the module's own activation on a few numbers, because a class may compute anything under the usual names.
+Attributes are looked at by `problem`, which ``torch.compile`` can trace, guarding what it saw. What a class computes
+under the usual names is found out by calling its activation on a few numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,13 @@ from megamoe.weights import ExpertWeights
 __all__ = [
     "Parameters",
     "changes",
-    "check_activation",
+    "check",
+    "clamp_of",
     "expert_weights",
     "input_scales",
-    "read",
+    "parameters_of",
+    "plain_activation",
+    "problem",
     "spec_of",
     "weight_format",
 ]
@@ -56,57 +60,90 @@ class Parameters(NamedTuple):
     down_scale: torch.Tensor | None
 
 
-def _refuse(module: nn.Module, what: str, given: object, allowed: str) -> None:
-    raise SpecError(f"{type(module).__name__}.{what}", given, allowed, _OTHER)
+class Problem(NamedTuple):
+    """Why an experts module cannot be run: attribute, what it is, what it should be."""
+
+    attribute: str
+    given: object
+    allowed: str
 
 
-def read(module: nn.Module) -> tuple[Parameters, float | None]:
-    """Parameters and SwiGLU clamp of `module`.
-
-    Raises:
-        SpecError: a layout, bias, norm, quantisation or activation that the engines do not compute; names the
-            attribute.
-        WeightError: parameters are missing.
-    """
+def problem(module: nn.Module) -> Problem | None:
+    """What in the module's attributes the engines do not compute, if anything; traceable, raises nothing."""
     for name, needed, meaning in _LAYOUT:
         # Not every version sets every attribute; one that is absent means the plain case.
         if getattr(module, name, needed) != needed:
-            _refuse(module, name, getattr(module, name), f"{needed} ({meaning})")
-    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
-        raise WeightError(type(module).__name__, "no gate_up_proj or down_proj", "fused expert parameters", _OTHER)
-    scales = getattr(module, "gate_up_proj_scale_inv", None), getattr(module, "down_proj_scale_inv", None)
-    if scales[0] is not None:
-        if getattr(module, "activation_scheme", "dynamic") != "dynamic":
-            _refuse(module, "activation_scheme", module.activation_scheme, "'dynamic'")
+            return Problem(name, getattr(module, name), f"{needed} ({meaning})")
+    for name in ("gate_up_proj", "down_proj"):
+        if not isinstance(getattr(module, name, None), torch.Tensor):
+            return Problem(name, "no tensor", "the experts' fused weights")
+    if getattr(module, "gate_up_proj_scale_inv", None) is not None:
+        scheme = getattr(module, "activation_scheme", "dynamic")
+        if scheme != "dynamic":
+            return Problem("activation_scheme", scheme, "'dynamic'")
         block: Any = getattr(module, "block_size", None)
-        if gate_up.dtype == fp8_block.E4M3 and (block is None or block[0] != BLOCK or block[1] != BLOCK):
-            _refuse(module, "block_size", block, f"[{BLOCK}, {BLOCK}]")
+        if module.gate_up_proj.dtype == fp8_block.E4M3 and (block is None or list(block) != [BLOCK, BLOCK]):
+            return Problem("block_size", block, f"[{BLOCK}, {BLOCK}]")
     for name in ("swiglu_alpha", "gate_softcap", "up_softcap"):
         value = getattr(module, name, None)
         if value is not None and not (name == "swiglu_alpha" and value == 1.0):
-            _refuse(module, name, value, "None (plain SwiGLU)")
-    # Classes that clamp keep the limit beside the weights; the configuration alone does not say that they use it.
+            return Problem(name, value, "None (plain SwiGLU)")
+    return None
+
+
+def clamp_of(module: nn.Module) -> float | None:
+    """SwiGLU clamp. Classes that clamp keep the limit beside the weights; the configuration alone does not say that
+    they use it."""
     clamp: Any = getattr(module, "swiglu_limit", None)
     if clamp is None:
         clamp = getattr(module, "limit", None)
-    return Parameters(gate_up, down, *scales), None if clamp is None else float(clamp)
+    return None if clamp is None else float(clamp)
 
 
-_checked: MutableMapping[nn.Module, tuple[float | None]] = WeakIdKeyDictionary()
+def parameters_of(module: Any) -> Parameters:
+    """The module's weights and scales."""
+    return Parameters(
+        module.gate_up_proj,
+        module.down_proj,
+        getattr(module, "gate_up_proj_scale_inv", None),
+        getattr(module, "down_proj_scale_inv", None),
+    )
 
 
-def check_activation(module: nn.Module, clamp: float | None) -> bool:
-    """Compare ``module._apply_gate`` with clamped SwiGLU on numbers on both sides of the clamp; once per module.
+def check(module: nn.Module) -> bool:
+    """Refuse a module that the engines cannot run, by its attributes and by what its activation computes.
 
     Returns:
         True, so that a trace can hold the result.
 
     Raises:
-        SpecError: it computes something else, or cannot be called.
+        SpecError: names the attribute, what it is and what it should be.
     """
-    if _checked.get(module) == (clamp,):
-        return True
+    found = problem(module)
+    if found is None:
+        clamp = clamp_of(module)
+        if _checked.get(module) == (clamp,):
+            return True
+        found = _activation_problem(type(module), module, clamp)
+        if found is None:
+            _checked[module] = (clamp,)
+            return True
+    raise SpecError(f"{type(module).__name__}.{found.attribute}", found.given, found.allowed, _OTHER)
+
+
+_checked: MutableMapping[nn.Module, tuple[float | None]] = WeakIdKeyDictionary()
+
+
+def plain_activation(kind: type[nn.Module], clamp: float | None) -> bool:
+    """Whether modules of a class with ``act_fn = SiLU()`` compute SwiGLU with this clamp, told without a module."""
+    bare = SimpleNamespace(
+        act_fn=nn.SiLU(), limit=clamp, swiglu_limit=clamp, swiglu_alpha=None, gate_softcap=None, up_softcap=None
+    )
+    return _activation_problem(kind, bare, clamp) is None
+
+
+def _activation_problem(kind: Any, instance: object, clamp: float | None) -> Problem | None:
+    """Compare ``_apply_gate`` with clamped SwiGLU on numbers on both sides of the clamp."""
     most = 4.0 if clamp is None else 2.5 * clamp
     gate, up = torch.meshgrid(torch.linspace(-most, most, 33), torch.linspace(-most, most, 16), indexing="ij")
     limited = (gate, up) if clamp is None else (gate.clamp(max=clamp), up.clamp(-clamp, clamp))
@@ -114,13 +151,12 @@ def check_activation(module: nn.Module, clamp: float | None) -> bool:
     allowed = "silu(gate) * up" + ("" if clamp is None else f", gate and up clamped at {clamp:g}")
     try:
         with torch.inference_mode(), torch.device("cpu"):
-            got = module._apply_gate(torch.cat((gate, up), dim=1))  # type: ignore[operator]
+            got = kind._apply_gate(instance, torch.cat((gate, up), dim=1))
     except Exception as error:
-        raise SpecError(f"{type(module).__name__}._apply_gate", f"{error}", allowed, _OTHER) from error
-    if got.shape != want.shape or not torch.allclose(got.float(), want, rtol=1e-4, atol=1e-4):
-        _refuse(module, "_apply_gate", "another activation", allowed)
-    _checked[module] = (clamp,)
-    return True
+        return Problem("_apply_gate", str(error), allowed)
+    if got.shape == want.shape and torch.allclose(got.float(), want, rtol=1e-4, atol=1e-4):
+        return None
+    return Problem("_apply_gate", "another activation", allowed)
 
 
 def weight_format(parameters: Parameters) -> WeightFormat:
