@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -183,21 +183,20 @@ def mutate(
     from megamoe.cli import _console
     from megamoe.cuda.sources import KERNELS
     from megamoe.sim.build import HERE
-    from megamoe.sim.mutation import KINDS, USUAL, Survivors, as_json_row, sites
-    from megamoe.sim.mutation import mutate as weaken
-    from megamoe.sim.plans import find
+    from megamoe.sim.mutation import KINDS, USUAL, Survivors, as_json_row, mutate_all
     from megamoe.sim.requirements import require
 
     require()
-    chosen = [find(name) for name in USUAL] if plan == "usual" else _chosen(plan)
-    outcomes: list[Outcome] = []
-    with _console.progress(quiet=as_json) as display:
-        for one in chosen:
-            task = display.add_task(one.name, total=len(sites(one)))
-            outcomes += weaken(one.name, done=partial(_advance, display, task))
+    names = list(USUAL) if plan == "usual" else [one.name for one in _chosen(plan)]
     if survivors is not None and not survivors.exists() and not draft:
         raise EngineError("survivors", str(survivors), "a file of reviewed survivors", "Write it with --draft.")
     reviewed = Survivors(survivors or Path("none"), (KERNELS, HERE))
+    with _console.progress(quiet=as_json) as display:
+
+        def begin(name: str, count: int) -> Callable[[Outcome], None]:
+            return partial(_advance, display, display.add_task(name, total=count))
+
+        outcomes = mutate_all(names, reviewed.text, begin=begin)
     new = [o for o in outcomes if not o.noticed and reviewed.reason(o) is None]
     if draft and survivors is not None:
         _draft(survivors, reviewed, outcomes)
@@ -207,10 +206,10 @@ def mutate(
         table = _table(
             "Weakened calls", "plan", "mutants", "by the race checker", "by results alone", "survivors", "new"
         )
-        for one in chosen:
-            own = [o for o in outcomes if o.plan == one.name]
+        for name in names:
+            own = [o for o in outcomes if o.plan == name]
             count = [sum(o.noticed == how for o in own) for how in ("checked", "plain", "")]
-            table.add_row(one.name, *(str(n) for n in (len(own), *count, sum(o.plan == one.name for o in new))))
+            table.add_row(name, *(str(n) for n in (len(own), *count, sum(o.plan == name for o in new))))
         _console.out().print(table)
         for o in outcomes:
             if not o.noticed:

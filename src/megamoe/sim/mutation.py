@@ -19,7 +19,7 @@ from megamoe.sim.plans import Runner, SimPlan, find
 from megamoe.sim.report import resolve_sites
 from megamoe.sim.simulation import Mutation
 
-__all__ = ["KINDS", "USUAL", "Outcome", "Site", "Survivors", "as_json_row", "mutate", "sites"]
+__all__ = ["KINDS", "USUAL", "Outcome", "Site", "Survivors", "as_json_row", "mutate", "mutate_all", "sites"]
 
 KINDS: Final = {
     "A": "drop mbarrier arrive",
@@ -56,9 +56,11 @@ USUAL: Final = (
     "gemm/wide",
     "gemm/narrow",
     "fused/swap",
-    "fused/lag",
+    "fused/queue",
+    "fused/mixed",
+    "absent-peer/swap",
 )
-"""Plans that `make mutate` weakens: every file of ``kernels/`` is in one of them."""
+"""Plans that `make mutate` weakens, in this order: later ones only try what the earlier ones did not notice."""
 
 ATTEMPTS: Final = ((False, range(1, 2)), (True, range(1, 3)), (False, range(2, 7)))
 """Seeds that have the chance to notice a mutant, with or without the race checker: the cheap ones first."""
@@ -163,6 +165,40 @@ def mutate(
     with ThreadPoolExecutor(count) as pool:
         shares = pool.map(lambda i: _share(plan, wanted[i::count], done), range(count))
     return sorted((o for share in shares for o in share), key=lambda o: o.site)
+
+
+def mutate_all(
+    names: Iterable[str],
+    text: Callable[[str], str],
+    *,
+    begin: Callable[[str, int], Callable[[Outcome], None]] = lambda name, count: lambda outcome: None,
+    workers: int | None = None,
+) -> list[Outcome]:
+    """Weaken the places of several plans; a place that one plan notices is not tried again in the next.
+
+    Args:
+        names: plans.
+        text: what makes two places the same (`Survivors.text`).
+        begin: called with each plan's name and number of mutants; what it returns is called after each mutant.
+        workers: simulations at once.
+
+    Returns:
+        Outcomes of all plans. Of a place that a later plan noticed, only that outcome is kept.
+    """
+    noticed: set[tuple[str, str]] = set()
+    outcomes: list[Outcome] = []
+
+    def key(site: Site) -> tuple[str, str]:
+        return text(site.where), site.kind
+
+    for name in names:
+        wanted = [site for site in sites(find(name)) if key(site) not in noticed]
+        done = begin(name, len(wanted))
+        chosen = set(wanted)
+        made = mutate(name, only=chosen.__contains__, done=done, workers=workers) if chosen else []
+        noticed |= {key(o.site) for o in made if o.noticed}
+        outcomes = [o for o in outcomes if o.noticed or key(o.site) not in noticed] + made
+    return [o for o in outcomes if o.noticed or key(o.site) not in noticed]
 
 
 class Survivors:
