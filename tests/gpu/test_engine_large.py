@@ -61,3 +61,18 @@ def test_a_real_texts_activations(tmp_path_factory, ranks):
     error = reference.relative_error(got, want)
     print(f"\nreal text, {ranks} rank(s): relative error {error:.2e}")
     assert error < END_TO_END
+
+
+@pytest.mark.parametrize("bound", [16, 256])  # swapped tiles only, wide ones too
+@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 512), (512, 256), (256, 256)])
+def test_few_k_blocks(hidden, intermediate, bound):
+    """Layers whose depth is less than the ring of stages; a fault here ends the process's use of the GPU."""
+    spec = MoESpec(hidden=hidden, intermediate=intermediate, experts=16, topk=4)
+    weights = make_weights(spec, "cuda")
+    x, ids, route_weights = make_input(spec, min(bound, 200), "cuda")
+    with MegaMoE(spec, max_tokens=256, deadline=5.0) as layer:
+        layer.load(weights)
+        for _ in range(3):
+            y = layer(x, ids, route_weights, bound=bound)
+            layer.check()
+        assert reference.relative_error(y, reference.forward(spec, weights, x, ids, route_weights)) < END_TO_END
