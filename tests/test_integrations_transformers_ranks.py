@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hosted_models import Teacher, experts_of, make_model, oracle_experts, quantize_experts, register_oracle
+from hosted_models import Teacher, experts_of, make_model, oracle_experts, prompt, quantize_experts, register_oracle
 from megamoe import reference
 from megamoe.errors import EngineError, InputError, MegaMoEError, PeerError
 from rank_processes import play_ranks
@@ -76,6 +76,9 @@ def play_two(rank: int) -> dict[str, Any]:
         assert next(experts_of(model)).gate_up_proj.to_local().shape[0] == 4
     # `model` and `teacher` are minimax-m2's now.
     seen["again"] = teacher.logits(model, "megamoe")
+    with torch.no_grad():
+        seen["compiled"] = torch.compile(model, backend="aot_eager", fullgraph=True)(prompt()).logits
+        seen["not compiled"] = model(prompt()).logits
     seen["other"] = caught(lambda: teacher.logits(model, "grouped_mm"))
     seen["back"] = teacher.logits(model, "megamoe")
     for host in ("all_reduce", "all_to_all"):  # the host brings the tokens; off-rank ids, and top-1
@@ -125,6 +128,11 @@ def test_logits_of_a_shared_out_model(two: list[dict[str, Any]], family: str) ->
 def test_the_hosts_implementations_in_front_of_ours(two: list[dict[str, Any]], implementation: str) -> None:
     for seen in two:
         assert reference.relative_error(seen[implementation], seen["minimax-m2 alone"]) < 1.2e-2
+
+
+def test_a_compiled_model(two: list[dict[str, Any]]) -> None:
+    for seen in two:
+        assert torch.equal(seen["compiled"], seen["not compiled"])
 
 
 def test_one_name_without_the_other_is_refused(two: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from megamoe.cpu import fused
 from megamoe.cpu.routing import by_expert
-from megamoe.cpu.small import padding_pays, run_padded
+from megamoe.cpu.small import padding_pays, run_one_token, run_padded
 from megamoe.formats import fp8_block, mxfp4, ue8m0
 from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_half_bits, has_nan
 from megamoe.spec import BLOCK, MoESpec
@@ -263,6 +263,10 @@ class _Bf16Experts(Experts):
         self, rows: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, list[int]]:
         w13, w2 = self._gate_up.values, self._down.values
+        if len(rows) == 1 and w13[0].numel() < fused.LEAST_ELEMENTS:
+            experts = expert.tolist()
+            down = run_one_token(self._unpack(rows), experts, weight, w13, w2, self._operand)
+            return down, [experts.count(index) for index in range(self.local_experts)]
         counts: list[int] = torch.bincount(expert, minlength=self.local_experts).tolist()
         if not padding_pays(counts, w13[0].nbytes, _BATCH_ROUTES):
             return super().run(rows, row, expert, weight)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-__all__ = ["padding_pays", "run_padded"]
+__all__ = ["padding_pays", "run_one_token", "run_padded"]
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From gate and up ``[m, 2I]`` and route weights ``[m]`` to the second product's BF16 operand ``[m, I]``."""
@@ -63,3 +63,28 @@ def run_padded(
     gate_up = torch.bmm(rows, w13.transpose(1, 2)).view(experts * depth, -1)
     h = activate(gate_up, weight.index_select(0, route)).view(experts, depth, -1)
     return torch.bmm(h, w2.transpose(1, 2)).view(experts * depth, -1).index_select(0, slot)
+
+
+def run_one_token(
+    x: torch.Tensor,
+    experts: list[int],
+    weight: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activate: Activation,
+) -> torch.Tensor:
+    """The down projection of one token's routes, in the order given: nothing to sort and no rows to gather.
+
+    Args:
+        x: BF16 ``[1, H]``.
+        experts: local expert of each route.
+        weight: float32 ``[routes]``.
+        w13, w2: as in `run_padded`.
+
+    Returns:
+        BF16 ``[routes, H]``.
+    """
+    w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    h = activate(torch.cat([torch.mm(x, w13[expert]) for expert in experts]), weight)
+    rows = h.split(1)
+    return torch.cat([torch.mm(row, w2[expert]) for row, expert in zip(rows, experts, strict=True)])

@@ -17,6 +17,9 @@ from megamoe.integrations.transformers.experts import NAMES, QUANTIZED, forward
 
 __all__ = ["make_implementation"]
 
+# torch 2.13 renamed it.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 def make_implementation(base: type[Any]) -> type[Any]:
     """The implementation as a subclass of the host's `EPImplementation`."""
@@ -60,7 +63,7 @@ def make_implementation(base: type[Any]) -> type[Any]:
             )
             part = torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[0]))
             whole = part.new_empty(most * sharers, part.shape[1])
-            dist.all_gather_into_tensor(whole, part.contiguous(), group=self.tp_mesh.get_group())
+            _all_gather(whole, part.contiguous(), group=self.tp_mesh.get_group())
             return whole[:tokens]
 
     return MegaMoEExpertParallel
