@@ -37,6 +37,7 @@ class Prepared:
         launches: what runs at once.
         check: called after a run without findings; a sentence about what is wrong with the outcome, or None.
         again: further launches of the same call, each after the one before it has ended.
+        most_expiries: deadlines that may pass in a run; one expired wait should end all others.
         between: called before the launches of `again` with the same index, to put the next call's inputs in place.
     """
 
@@ -44,6 +45,7 @@ class Prepared:
     check: Callable[[], str | None]
     again: Sequence[Sequence[Launch]] = ()
     between: Sequence[Callable[[], None]] = ()
+    most_expiries: int | None = None
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,15 @@ class Runner:
             if not report.ok:
                 break
         report = _merge(reports)
-        if report.ok and (wrong := self.prepared.check()) is not None:
+        if report.ok and (wrong := self._wrong(report)) is not None:
             report = replace(report, findings=(Finding("result", wrong),))
         return report
+
+    def _wrong(self, report: Report) -> str | None:
+        most, passed = self.prepared.most_expiries, report.counters.get("expiries", 0)
+        if most is not None and passed > most:
+            return f"{passed} deadlines had to pass to end all waits, {most} should have been enough"
+        return self.prepared.check()
 
     def _stages(self) -> Iterator[Sequence[Launch]]:
         yield self.prepared.launches

@@ -35,7 +35,8 @@ class Report:
         seconds, cpu_seconds: time of the run itself, and of the processor in it.
         arrivals: when recorded, for each mbarrier (without its index), who arrived in a phase, as "role
             arrivals/warps", and how many phases had that.
-        counters: threads, steps, switches, products (WGMMA), events (copies and products), syncs.
+        counters: threads, steps, switches, products (WGMMA), events (copies and products), syncs,
+            expiries (deadlines that passed).
     """
 
     seed: int

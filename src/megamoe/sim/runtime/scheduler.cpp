@@ -129,9 +129,11 @@ u64 deadline_after(u64) {
 }
 bool deadline_passed(u64) {
   SIM_ENTER;
-  if (machine.expired) return true;
-  if (machine.options.expiry == Expiry::random && !random_below(512)) machine.expired = true;
-  return machine.expired;
+  if (machine.passing) --machine.passing;
+  else if (machine.options.expiry != Expiry::random || random_below(512)) return false;
+  machine.expired = true;
+  ++machine.counters.expiries;
+  return true;
 }
 
 // The launches that wait for this one start: they see everything that it did, through every proxy.
@@ -331,8 +333,9 @@ static bool quiescent() {
   bool left = false;
   for (auto& f : machine.fibers) left = left || f->state != State::done;
   if (!left) return false;
-  if (machine.options.expiry != Expiry::never && !machine.expired) {
-    machine.expired = true;
+  // One deadline passes, then all must be able to go on again, or the next one passes.
+  if (machine.options.expiry != Expiry::never && !machine.passing) {
+    machine.passing = 1;
     machine.quiescent_rounds = 0;
     return scan_pollers(true);
   }

@@ -264,7 +264,7 @@ struct Finding {
   std::string kind, text;
 };
 struct Counters {
-  u64 steps = 0, switches = 0, products = 0, events = 0, syncs = 0;
+  u64 steps = 0, switches = 0, products = 0, events = 0, syncs = 0, expiries = 0;
 };
 
 struct FlagSync {
@@ -276,6 +276,7 @@ struct FlagSync {
 struct Machine {
   Options options;
   bool checked = false, random = true, aborting = false, hooks = false, expired = false;
+  u32 passing = 0;  // deadlines that the next look at one may find passed
   u64 random_state = 1, last_change = 0, last_scan = 0;
   u32 quiescent_rounds = 0;
   u64 quiescent_change = 0;

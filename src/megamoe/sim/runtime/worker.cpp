@@ -72,8 +72,8 @@ void answer(bool last) {
     first = false;
   }
   const Counters& c = machine.counters;
-  out += format("],\"seconds\":%.6f,\"cpu_seconds\":%.6f,\"threads\":%zu,\"steps\":%llu,\"switches\":%llu,\"products\":%llu,\"events\":%llu,\"syncs\":%llu}\n",
-                now(CLOCK_MONOTONIC) - started, now(CLOCK_PROCESS_CPUTIME_ID) - started_cpu, machine.fibers.size(), c.steps, c.switches, c.products, c.events, c.syncs);
+  out += format("],\"seconds\":%.6f,\"cpu_seconds\":%.6f,\"threads\":%zu,\"steps\":%llu,\"switches\":%llu,\"products\":%llu,\"events\":%llu,\"syncs\":%llu,\"expiries\":%llu}\n",
+                now(CLOCK_MONOTONIC) - started, now(CLOCK_PROCESS_CPUTIME_ID) - started_cpu, machine.fibers.size(), c.steps, c.switches, c.products, c.events, c.syncs, c.expiries);
   size_t done = 0;
   while (done < out.size()) {
     const ssize_t n = write(STDOUT_FILENO, out.data() + done, out.size() - done);
