@@ -119,21 +119,40 @@ def test_from_pretrained(tmp_path: Path, implementation: str) -> None:
         assert model.generate(prompt()[:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_skipped_routes(expert_parallel: bool) -> None:
-    """-1, and the number of experts, which means "on another rank"; their weights are never read."""
-    module = experts_module(_is_expert_parallel=expert_parallel)
+def test_skipped_routes() -> None:
+    """-1, and under expert parallelism the number of experts, which means "on another rank"; their weights are never
+    read."""
+    module = experts_module()
     x, ids, weights = call_of()
     ids[0] = -1
-    ids[1, 0], ids[1, 1] = 8, -1
-    ids[2] = 8
-    weights[ids == 8], weights[ids == -1] = torch.nan, torch.nan
+    ids[1, 1] = -1
+    weights[ids == -1] = torch.nan
+    assert reference.relative_error(module(x, ids, weights), oracle_experts(module, x, ids, weights)) < 8e-3
+    assert not module(x, ids, weights)[0].any()
+    ids[1, 0], ids[2] = 8, 8
+    with pytest.raises(InputError, match=r"expert_ids\[1, 0\]: got 8"):
+        module(x, ids, weights)
+    module._is_expert_parallel = True
+    weights[ids == 8] = torch.nan
     want = oracle_experts(module, x, ids.masked_fill(ids == 8, -1), weights)
     assert reference.relative_error(module(x, ids, weights), want) < 8e-3
     assert not module(x, ids, weights)[[0, 2]].any()
     ids[3, 2] = 9
     with pytest.raises(InputError, match=r"expert_ids\[3, 2\]: got 9"):
         module(x, ids, weights)
+
+
+def test_attributes_that_change_are_checked_again() -> None:
+    module = experts_module("deepseek-v4")
+    call = call_of()
+    clamped = module(*call)
+    module.limit = 0.5
+    tighter = module(*call)
+    assert reference.relative_error(tighter, oracle_experts(module, *call)) < 8e-3
+    assert reference.relative_error(tighter, clamped) > 1e-2
+    module.act_fn = nn.GELU()
+    with pytest.raises(SpecError, match="another activation"):
+        module(*call)
 
 
 def test_no_tokens_and_int32_ids() -> None:

@@ -86,5 +86,5 @@ def run_one_token(
     """
     w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     h = activate(torch.cat([torch.mm(x, w13[expert]) for expert in experts]), weight)
-    rows = h.split(1)
+    rows = torch.split(h, 1)
     return torch.cat([torch.mm(row, w2[expert]) for row, expert in zip(rows, experts, strict=True)])

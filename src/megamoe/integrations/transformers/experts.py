@@ -11,7 +11,7 @@ from torch import nn
 
 from megamoe.errors import InputError
 from megamoe.integrations.transformers import layers
-from megamoe.integrations.transformers.modules import check, clamp_of, parameters_of, plain_activation, problem
+from megamoe.integrations.transformers.modules import check, checked, clamp_of, parameters_of, plain_activation, problem
 
 __all__ = ["NAMES", "QUANTIZED", "STORED", "experts_forward", "forward", "quantized_experts_forward"]
 
@@ -61,7 +61,7 @@ def forward(
         module: the experts module; its parameters are this rank's experts.
         hidden_states: BF16 ``[T, H]``.
         top_k_index: ``[T, k]``: with `group` ids of all its experts, else of the module's own; -1 skips a route, and so
-            does the number of the module's experts without `group` (an expert on another rank).
+            does the number of its own experts where the host has shared them out (an expert on another rank).
         top_k_weights: ``[T, k]``.
         quantize: run BF16 experts as FP8.
         group: the ranks that share the experts.
@@ -78,9 +78,9 @@ def forward(
     compiling = torch.compiler.is_compiling()
     if compiling:
         _check_traced(module)
+        parameters, clamp = parameters_of(module), clamp_of(module)
     else:
-        check(module)
-    parameters, clamp = parameters_of(module), clamp_of(module)
+        parameters, clamp = checked(module)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or parameters.gate_up.requires_grad):
         if compiling:
             raise RuntimeError(f"megamoe has no backward pass. {_NO_GRAD}")
@@ -93,8 +93,9 @@ def forward(
     name = ""
     if group is None:
         most = hidden_states.shape[0]
-        elsewhere = parameters.gate_up.shape[0]
-        top_k_index = top_k_index.masked_fill(top_k_index == elsewhere, -1)
+        # Versions that do not say whether experts are shared out over ranks may mark routes to other ranks.
+        if getattr(module, "_is_expert_parallel", True):
+            top_k_index = top_k_index.masked_fill(top_k_index == parameters.gate_up.shape[0], -1)
     else:
         name = group.group_name
     if compiling:

@@ -163,7 +163,8 @@ def owner_of(module: torch.nn.Module, parameters: Parameters) -> object:
 def swaps_parameters(module: torch.nn.Module) -> bool:
     """Whether the host puts other tensors in place of the module's parameters for each forward, as it does under
     expert parallelism with local tensors for its DTensors."""
-    return bool(getattr(module, "_is_hooked", False)) or bool(getattr(module, "_is_expert_parallel", False))
+    own = module.__dict__
+    return bool(own.get("_is_hooked", False)) or bool(own.get("_is_expert_parallel", False))
 
 
 def release(owner: object | None = None) -> None:

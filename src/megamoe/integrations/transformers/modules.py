@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ __all__ = [
     "Parameters",
     "changes",
     "check",
+    "checked",
     "clamp_of",
     "expert_weights",
     "input_scales",
@@ -33,9 +34,9 @@ __all__ = [
     "weight_format",
 ]
 
-_OTHER = "Choose another experts_implementation for this model ('grouped_mm' or 'eager')."
+_OTHER: Final = "Choose another experts_implementation for this model ('grouped_mm' or 'eager')."
 
-_LAYOUT = (
+_LAYOUT: Final = (
     ("has_gate", True, "experts with gate and up projections"),
     ("has_bias", False, "experts without biases"),
     ("is_transposed", False, "weights [E, 2I, H] and [E, H, I]"),
@@ -119,19 +120,53 @@ def check(module: nn.Module) -> bool:
     Raises:
         SpecError: names the attribute, what it is and what it should be.
     """
-    found = problem(module)
+    found = problem(module) or _activation_problem(type(module), module, clamp_of(module))
     if found is None:
-        clamp = clamp_of(module)
-        if _checked.get(module) == (clamp,):
-            return True
-        found = _activation_problem(type(module), module, clamp)
-        if found is None:
-            _checked[module] = (clamp,)
-            return True
+        return True
     raise SpecError(f"{type(module).__name__}.{found.attribute}", found.given, found.allowed, _OTHER)
 
 
-_checked: MutableMapping[nn.Module, tuple[float | None]] = WeakIdKeyDictionary()
+class Known(NamedTuple):
+    """What was found out about a module: the attributes it was found from, and its clamp."""
+
+    attributes: tuple[object, ...]
+    clamp: float | None
+
+
+_WATCHED: Final = (
+    *(name for name, _, _ in _LAYOUT),
+    *("act_fn", "limit", "swiglu_limit", "swiglu_alpha", "gate_softcap", "up_softcap"),
+    *("activation_scheme", "block_size"),
+)
+
+_known: MutableMapping[nn.Module, Known] = WeakIdKeyDictionary()
+
+
+def checked(module: nn.Module) -> tuple[Parameters, float | None]:
+    """Weights and clamp of a module that passed `check`; checks only what was not checked before.
+
+    This runs at every call of every layer, so it looks into the module's dictionaries: each attribute that a module
+    does not have would cost an exception inside `getattr`.
+
+    Raises:
+        SpecError: as `check`.
+    """
+    own, parameters = module.__dict__, module._parameters
+    elsewhere = parameters.get("gate_up_proj") is None or parameters.get("down_proj") is None
+    attributes = (*map(own.get, _WATCHED), module._modules.get("act_fn"), elsewhere)
+    known = _known.get(module)
+    if known is None or known.attributes != attributes:
+        check(module)
+        known = _known[module] = Known(attributes, clamp_of(module))
+    if elsewhere:
+        return parameters_of(module), known.clamp
+    found = Parameters(
+        parameters["gate_up_proj"],  # type: ignore[arg-type]
+        parameters["down_proj"],  # type: ignore[arg-type]
+        parameters.get("gate_up_proj_scale_inv"),
+        parameters.get("down_proj_scale_inv"),
+    )
+    return found, known.clamp
 
 
 def plain_activation(kind: type[nn.Module], clamp: float | None) -> bool:
