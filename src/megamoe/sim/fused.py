@@ -10,7 +10,18 @@ from typing import Final
 import torch
 
 from megamoe import reference
-from megamoe.cuda.arena import ERROR_WORDS, REPORT_WORDS, TRACE_EVENTS, TRACE_ROLES, Params
+from megamoe.cuda.arena import (
+    ARENA,
+    ERROR_WORDS,
+    REPORT_WORDS,
+    TRACE_EVENTS,
+    TRACE_ROLES,
+    WORKSPACE,
+    Field,
+    Params,
+    Sizes,
+    offsets,
+)
 from megamoe.cuda.fused import KERNEL, Buffers, Maps, fill_params, job, sizes_of, tensor_maps
 from megamoe.cuda.launch import aligned
 from megamoe.cuda.plan import THREADS, Plan
@@ -94,6 +105,12 @@ def _part(weights: ExpertWeights, rank: int, local: int) -> ExpertWeights:
     )
 
 
+def field_bounds(fields: tuple[Field, ...], sizes: Sizes) -> list[tuple[str, int, int]]:
+    """(name, offset, bytes) of each field, so that an access past one is found though another one follows."""
+    starts = offsets(fields, sizes)
+    return [(f.name, at, f.itemsize * f.count(sizes)) for f, at in zip(fields, starts, strict=True)]
+
+
 @dataclass(frozen=True)
 class _Input:
     q: torch.Tensor
@@ -143,8 +160,12 @@ class Ranks:
             self.buffers.append(
                 Buffers(
                     self.sizes,
-                    sim.buffer(f"arena{r}", plain.arena, rank=r, peers=True).tensor,
-                    sim.buffer(f"workspace{r}", plain.workspace, rank=r).tensor,
+                    sim.buffer(
+                        f"arena{r}", plain.arena, rank=r, peers=True, fields=field_bounds(ARENA, self.sizes)
+                    ).tensor,
+                    sim.buffer(
+                        f"workspace{r}", plain.workspace, rank=r, fields=field_bounds(WORKSPACE, self.sizes)
+                    ).tensor,
                 )
             )
         arenas = [b.arena.data_ptr() for b in self.buffers]

@@ -57,6 +57,7 @@ class Buffer:
         rank: owner.
         peers: whether other ranks may touch it; if not, their accesses are reported.
         read_only: whether kernels may only read it.
+        fields: pieces (name, offset, bytes) that kernels may touch, each checked by itself; none: all of it.
     """
 
     label: str
@@ -64,6 +65,7 @@ class Buffer:
     rank: int
     peers: bool
     read_only: bool
+    fields: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def address(self) -> int:
@@ -130,6 +132,7 @@ class Arena:
         rank: int = 0,
         peers: bool = False,
         read_only: bool = False,
+        fields: Sequence[tuple[str, int, int]] = (),
         poison: int = 0xFF,
     ) -> Buffer:
         """A new buffer: a copy of a tensor, or of a shape and `dtype` and filled with the byte `poison`.
@@ -157,7 +160,7 @@ class Arena:
         else:
             view.fill_(poison)
             tensor = view[:size].view(kind).view(shape)
-        buffer = Buffer(label.replace(" ", "_"), tensor, rank, peers, read_only)
+        buffer = Buffer(label.replace(" ", "_"), tensor, rank, peers, read_only, tuple(fields))
         self.buffers.append(buffer)
         self._saved = None
         return buffer

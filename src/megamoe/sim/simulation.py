@@ -228,7 +228,10 @@ class Simulation:
 
     def _describe(self, w: _Recorder, launches: Sequence[Launch], checked: bool) -> None:
         for b in self.arena.buffers:
-            w.send(f"buffer {b.rank} {b.address} {b.nbytes} {int(b.peers)} {int(b.read_only)} {b.label}")
+            about = f"{int(b.peers)} {int(b.read_only)} {b.label}"
+            pieces = [(f".{name}", offset, size) for name, offset, size in b.fields] or [("", 0, b.nbytes)]
+            for name, offset, size in pieces:
+                w.send(f"buffer {b.rank} {b.address + offset} {size} {about}{name}")
         entries = [
             (launch, rank, [_raw(a) for a in arguments])
             for launch in launches
