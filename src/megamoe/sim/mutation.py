@@ -58,6 +58,8 @@ USUAL: Final = (
     "fused/swap",
     "fused/queue",
     "fused/mixed",
+    "fused/calls",
+    "fused/calls-empty",
     "absent-peer/swap",
 )
 """Plans that `make mutate` weakens, in this order: later ones only try what the earlier ones did not notice."""
