@@ -105,7 +105,7 @@ def test_the_command(
         main(["doctor"])
     assert not done.value.code
     text = capsys.readouterr().out
-    for entry in report["runs"]:
+    for entry in report["runs"] + report["integrations"]:
         assert entry["what"] in text
         assert (entry["why_not"] or "") in text
     for gpu in report["gpus"]:

@@ -28,7 +28,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON
     out.print(table, markup=False)
     out.print()
     verdicts = Table(show_header=False, box=None, pad_edge=False)
-    for entry in report["runs"]:
+    for entry in report["runs"] + report["integrations"]:
         reason = entry["why_not"]
         verdicts.add_row("yes" if reason is None else "no", entry["what"], reason or "")
     out.print(verdicts, markup=False)

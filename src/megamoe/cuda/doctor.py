@@ -20,11 +20,12 @@ from megamoe.cuda.cache import default_directory
 from megamoe.cuda.driver import Driver, open_driver
 from megamoe.cuda.sources import include_dirs
 from megamoe.errors import MegaMoEError
+from megamoe.integrations import hosts
 
 __all__ = ["HOSTS", "examine"]
 
 HOSTS: Final = ("transformers", "sglang", "vllm")
-"""Packages that can host the layer; only their versions are read, none is imported."""
+"""Packages that can host the layer, for their versions; `megamoe.integrations.hosts` looks closer."""
 
 _RUNNING_ARCH: Final = "sm_90a"
 """The architecture that the GPU engine runs on; kernels for the others are only compiled."""
@@ -173,8 +174,8 @@ def examine(open_it: Callable[[], Driver] = open_driver) -> Report:
         open_it: opens the driver; for tests.
 
     Returns:
-        ``megamoe python platform driver gpus peers nvrtc cache torch hosts simulator runs``. An entry of ``runs`` has
-        ``what`` and ``why_not``, which is None for what will run.
+        ``megamoe python platform driver gpus peers nvrtc cache torch hosts simulator runs integrations``. An entry of
+        the last two has ``what`` and ``why_not``, which is None for what will run.
     """
     driver, gpus, peers = _gpus(open_it)
     report: Report = {
@@ -191,4 +192,5 @@ def examine(open_it: Callable[[], Driver] = open_driver) -> Report:
         "simulator": _simulator(),
     }
     report["runs"] = _verdicts(report)
+    report["integrations"] = hosts.examine()
     return report

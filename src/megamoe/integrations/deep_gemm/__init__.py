@@ -52,6 +52,7 @@ __all__ = [
     "install",
     "mega",
     "mega_moe_pre_dispatch_sm90",
+    "real_module",
     "transform_sf_into_required_layout",
     "transform_weights_for_mega_moe_sm90",
     "uninstall",
@@ -70,9 +71,11 @@ def _aliases() -> dict[str, Any]:
     }
 
 
-def _real_module() -> str | None:
-    """Where a module is that ``import deep_gemm`` would find, or None."""
+def real_module() -> str | None:
+    """Where another module is that ``import deep_gemm`` would find, or None."""
     present = sys.modules.get(_PUBLIC)
+    if present is sys.modules[__name__]:
+        return None
     if present is not None:
         return str(getattr(present, "__file__", None) or "in sys.modules")
     spec = find_spec(_PUBLIC)
@@ -89,9 +92,7 @@ def install(*, replace: bool = False) -> None:
     Raises:
         EngineError: a real ``deep_gemm`` is there and `replace` is False.
     """
-    if sys.modules.get(_PUBLIC) is sys.modules[__name__]:
-        return
-    real = _real_module()
+    real = real_module()
     if real is not None and not replace:
         raise EngineError(
             "deep_gemm",
