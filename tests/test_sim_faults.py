@@ -147,6 +147,7 @@ FAULTS = (
     _wgmma("tile_misaligned", "not a 1024-aligned address", checked=False),
     _wgmma("operand_out_of_bounds", "outside shared memory", checked=False),
     _wgmma("wait_for_the_wrong_accumulator", "accumulator of wgmma_wait is still in flight", checked=False),
+    _wgmma("another_width_in_flight", "an accumulator of another width", checked=False),
     _wgmma("good_two_in_flight", None),
     _wgmma("good_a_from_registers", None),
     _wgmma("good_matrices", None, threads=32),

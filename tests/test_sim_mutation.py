@@ -99,6 +99,9 @@ def test_survivors_are_known_by_their_text_not_their_line(tmp_path: Path) -> Non
     (tmp_path / "a.cuh").write_text("\n\nx\n  ptx::syncwarp();  // why\ncall(y);\n")
     moved = Outcome("plan", Site("a.cuh:4 < a.cuh:5", "W"), "")
     assert list(Survivors(known, [tmp_path]).unreviewed([moved])) == []
+    (tmp_path / "a.cuh").write_text("ptx::syncwarp();  // why\n  ptx::syncwarp();  // why\ncall(y);\n")
+    second = Outcome("plan", Site("a.cuh:2 < a.cuh:3", "W"), "")
+    assert list(Survivors(known, [tmp_path]).unreviewed([second])) == [second]  # another call that reads the same
     other = Outcome("plan", Site("a.cuh:4 < a.cuh:5", "B"), "")
     assert list(Survivors(known, [tmp_path]).unreviewed([other])) == [other]
 

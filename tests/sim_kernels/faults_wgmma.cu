@@ -205,6 +205,22 @@ extern "C" __global__ void wait_for_the_wrong_accumulator(const __grid_constant_
   ptx::wgmma_wait<0>(acc);
 }
 
+extern "C" __global__ void another_width_in_flight(const __grid_constant__ CUtensorMap map, u8* g, u32* f) {
+  extern __shared__ __align__(1024) ptx::u8 smem[];
+  const Smem base = ptx::shared_address(smem);
+  fill(base);
+  ptx::fence_proxy_async_shared();
+  __syncthreads();
+  float acc[32];
+  zero(acc);
+  ptx::wgmma_fence(acc);
+  ptx::wgmma_e4m3(acc, ptx::make_desc(base), ptx::make_desc(base + 8192), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_e4m3(*reinterpret_cast<float(*)[16]>(acc), ptx::make_desc(base), ptx::make_desc(base + 8192), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>(acc);
+}
+
 extern "C" __global__ void good_two_in_flight(const __grid_constant__ CUtensorMap map, u8* g, u32* f) {
   extern __shared__ __align__(1024) ptx::u8 smem[];
   const Smem base = ptx::shared_address(smem);

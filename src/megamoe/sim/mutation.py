@@ -207,7 +207,8 @@ class Survivors:
     """The reviewed survivors: a JSON list of objects with ``where``, ``kind``, ``plans`` and ``why``.
 
     Line numbers change with every edit, so a survivor is matched by what its line says, not by its number: ``where``
-    holds the text of the lines of the chain, each with its file.
+    holds the text of the lines of the chain, each with its file, and " #2" behind the second line of a file that reads
+    the same, and so on.
     """
 
     def __init__(self, path: Path, directories: Iterable[Path]) -> None:
@@ -225,7 +226,12 @@ class Survivors:
             name, _, number = part.rpartition(":")
             lines = self._lines.get(name, [])
             index = int(number) - 1 if number.isdigit() else -1
-            parts.append(f"{name}: {' '.join(lines[index].split())}" if 0 <= index < len(lines) else part)
+            if not 0 <= index < len(lines):
+                parts.append(part)
+                continue
+            words = " ".join(lines[index].split())
+            same = sum(" ".join(line.split()) == words for line in lines[: index + 1])
+            parts.append(f"{name}: {words}" + (f" #{same}" if same > 1 else ""))
         return " < ".join(parts)
 
     def reason(self, outcome: Outcome) -> str | None:

@@ -123,6 +123,10 @@ void product(float* acc, u32 registers, const u8* a, const u32* a_registers, con
   for (auto& l : f->in_flight) {
     if (l.acc == acc) mine = &l;
   }
+  if (mine && mine->tile->columns != columns) {
+    fail("misuse", format("wgmma on registers of an accumulator of another width that was not waited for, %s by %s",
+                          at(f->pc).c_str(), thread_name(f).c_str()));
+  }
   if (!p.arrived) {
     p.a = a;
     p.b = b;
