@@ -96,11 +96,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def make_model(family: str, seed: int = 0) -> Any:
+def make_model(family: str, seed: int = 0, hidden: int = 128) -> Any:
     """A BF16 model with weights of the spread that keeps every layer's output near 1."""
     import transformers
 
     config = FAMILIES[family]()
+    config.hidden_size = hidden
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
@@ -214,12 +215,12 @@ class Teacher:
             if not self._taught:
                 self._routes.append((arguments[1], arguments[2]))
                 return arguments
-            return (arguments[0], *next(turn))
+            return (arguments[0], *(t.to(arguments[0].device) for t in next(turn)))
 
         hooks = [experts.register_forward_pre_hook(route) for experts in experts_of(model)]
         try:
             with torch.no_grad():
-                result: torch.Tensor = model(prompt()).logits
+                result: torch.Tensor = model(prompt().to(model.device)).logits
         finally:
             for hook in hooks:
                 hook.remove()

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 import megamoe.integrations.deep_gemm as deep_gemm
-from megamoe import ExpertWeights, MoESpec, reference
+from megamoe import ExpertWeights, MegaMoE, MoESpec, reference
 from megamoe.errors import ClosedError, EngineError, FormatError, InputError, MegaMoEError, PeerError, WeightError
 from megamoe.formats import fp8_block
+from megamoe.formats.convert import convert
 from megamoe.integrations.deep_gemm.__main__ import main
 from moe_cases import make_call, make_weights
 from rank_processes import play_ranks
@@ -116,6 +117,25 @@ def test_weights_are_used_where_they_are(buffer: deep_gemm.SymmBuffer, weights: 
     y = fill(buffer, call)
     deep_gemm.fp8_mega_moe(y, l1, l2, buffer)
     assert reference.relative_error(y, reference.forward(SPEC, weights, *call)) < 8e-3
+
+
+@pytest.mark.parametrize("engine", ["cpu", "one with a copy"])
+def test_overwritten_weights_are_loaded_again_where_an_engine_has_a_copy(
+    engine: str, buffer: deep_gemm.SymmBuffer, weights: ExpertWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[MegaMoE] = []
+    original = MegaMoE.load
+    monkeypatch.setattr(MegaMoE, "engine", engine)
+    monkeypatch.setattr(MegaMoE, "load", lambda self, source: (loads.append(self), original(self, source))[1])
+    (w13, s13), l2 = pairs(weights)
+    l1 = (w13, s13.clone())
+    call = make_call(SPEC, 3)
+    stats = torch.zeros(SPEC.experts, dtype=torch.int32)
+    for factor in (1.0, 0.5, 1.0):
+        l1[1].mul_(factor)
+        deep_gemm.fp8_mega_moe(fill(buffer, call), l1, l2, buffer, stats)
+    assert len(loads) == (1 if engine == "cpu" else 3)
+    assert torch.equal(stats, 3 * torch.bincount(call[1].flatten(), minlength=SPEC.experts).int())
 
 
 def test_one_buffer_serves_many_layers(buffer: deep_gemm.SymmBuffer) -> None:
@@ -481,3 +501,11 @@ def test_a_script_is_told_about_a_real_module(
     assert "megamoe.integrations.deep_gemm ['a']" in capsys.readouterr().out
     assert main([]) == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_interleaved_rows_are_not_converted(weights: ExpertWeights) -> None:
+    (w13, s13), (w2, s2) = pairs(weights)
+    mixed = ExpertWeights(format="fp8_block", w13=w13, w2=w2, w13_scale=s13, w2_scale=s2, gate_up="interleaved8")
+    assert convert(mixed, "fp8_block") is mixed
+    with pytest.raises(FormatError, match="gate_up: got interleaved8"):
+        convert(mixed, "bf16")

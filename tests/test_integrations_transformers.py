@@ -352,6 +352,22 @@ def test_weights_are_taken_once(made: list[weakref.ref[MegaMoE]]) -> None:
     assert len(made) == 3
 
 
+@pytest.mark.parametrize("engine", ["cpu", "one with a copy"])
+def test_overwritten_weights_are_loaded_again_where_an_engine_has_a_copy(
+    engine: str, made: list[weakref.ref[MegaMoE]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not where it reads the parameters: loading is collective, and other ranks may not have written to theirs."""
+    monkeypatch.setattr(MegaMoE, "engine", engine)
+    module = experts_module()
+    module(*call_of())
+    with torch.no_grad():
+        module.down_proj.mul_(2.0)
+    after = module(*call_of())
+    assert torch.equal(module(*call_of()), after)
+    assert len(made) == (1 if engine == "cpu" else 2)
+    assert reference.relative_error(after, oracle_experts(module, *call_of())) < 8e-3
+
+
 def test_no_copy_of_the_weights_is_made() -> None:
     module = experts_module()
     module(*call_of())

@@ -11,7 +11,7 @@ from typing import Final, Literal, get_args
 
 import torch
 
-from megamoe.errors import EngineError, WeightError
+from megamoe.errors import WeightError
 from megamoe.spec import BLOCK, MXFP4_GROUP, MoESpec, WeightFormat
 
 __all__ = ["INTERLEAVED_ROWS", "ExpertWeights", "GateUpOrder", "stacked_rows"]
@@ -122,21 +122,6 @@ class ExpertWeights:
                 raise WeightError(
                     name, "a tensor", f"None for {self.format} weights", "Drop it: the format has no scales."
                 )
-
-    def require_stacked(self, engine: str) -> None:
-        """Refuse interleaved rows in the name of an engine that does not read them.
-
-        Raises:
-            EngineError: `gate_up` is not ``"stacked"``.
-        """
-        if self.gate_up != "stacked":
-            raise EngineError(
-                "weights.gate_up",
-                self.gate_up,
-                f"'stacked' on {engine}",
-                "Pass the weights as the checkpoint stores them, or restore that order with "
-                "megamoe.formats.layout.deinterleave_gate_up; backend='cpu' reads both orders.",
-            )
 
     def _check_one(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
         tensor: torch.Tensor | None = getattr(self, name)

@@ -139,6 +139,13 @@ def convert(
     check_conversion(weights.format, wanted)
     if weights.format == wanted:
         return weights
+    if weights.gate_up != "stacked":
+        raise FormatError(
+            "weights.gate_up",
+            weights.gate_up,
+            "'stacked' for a conversion",
+            "Restore the order with megamoe.formats.layout.deinterleave_gate_up.",
+        )
     el, hidden = weights.local_experts, weights.w2.shape[1]
     spec = MoESpec(hidden=hidden, intermediate=weights.w13.shape[1] // 2, experts=max(el, 1), topk=1)
     result = empty_weights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -39,6 +40,12 @@ class _Key(NamedTuple):
     clamp: float | None
     pointers: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
+
+
+@dataclass
+class _Held:
+    layer: MegaMoE
+    versions: tuple[int, ...]
 
 
 class SymmBuffer:
@@ -85,7 +92,7 @@ class SymmBuffer:
         self.intermediate_hidden = intermediate_hidden
         self._backend = backend
         self._deadline = deadline
-        self._layers: dict[_Key, MegaMoE] = {}
+        self._layers: dict[_Key, _Held] = {}
         # Made before there are weights: it is the collective moment at which DeepGEMM allocates, so ranks that disagree
         # or a machine that cannot run it are told here, and it knows the device. A first call without clamp takes it.
         self._spare: MegaMoE | None = self._layer(None)
@@ -108,7 +115,8 @@ class SymmBuffer:
         return MegaMoE(spec, self.group, self.num_max_tokens_per_rank, self._backend, deadline=self._deadline)
 
     def layer(self, l1_weights: Weights, l2_weights: Weights, clamp: float | None) -> MegaMoE:
-        """The layer that runs these weights as they are: gate and up rows interleaved by 8, scales gate's first.
+        """The layer that runs these weights as they are: gate and up rows interleaved by 8, scales gate's first. Where
+        an engine has its own copy of them, weights written to in place (as torch counts it) are loaded again.
 
         Raises:
             WeightError: not two pairs of tensors, or tensors that do not fit the buffer's sizes.
@@ -121,31 +129,41 @@ class SymmBuffer:
                 raise WeightError(name, type(pair).__name__, "(e4m3 values, float32 scales)", "Pass both tensors.")
         tensors = (*l1_weights, *l2_weights)
         key = _Key(clamp, tuple(t.data_ptr() for t in tensors), tuple(t.shape for t in tensors))
-        layer = self._layers.get(key)
-        if layer is not None:
-            return layer
+        versions = tuple(0 if t.is_inference() else t._version for t in tensors)
+        held = self._layers.get(key)
+        if held is not None:
+            if held.versions != versions:
+                if held.layer.engine != "cpu":  # the CPU engine reads the tensors themselves
+                    self._load(held.layer, l1_weights, l2_weights)
+                held.versions = versions
+            return held.layer
+        layer: MegaMoE | None
         layer, self._spare = (self._spare, None) if clamp is None else (None, self._spare)
         layer = layer or self._layer(clamp)
         try:
-            layer.load(
-                ExpertWeights(
-                    format="fp8_block",
-                    w13=l1_weights[0],
-                    w2=l2_weights[0],
-                    w13_scale=l1_weights[1],
-                    w2_scale=l2_weights[1],
-                    first_expert=layer.first_expert,
-                    gate_up="interleaved8",
-                )
-            )
+            self._load(layer, l1_weights, l2_weights)
         except BaseException:
             layer.close()
             raise
         if self._spare is not None:
             self._spare.close()
             self._spare = None
-        self._layers[key] = layer
+        self._layers[key] = _Held(layer, versions)
         return layer
+
+    @staticmethod
+    def _load(layer: MegaMoE, l1_weights: Weights, l2_weights: Weights) -> None:
+        layer.load(
+            ExpertWeights(
+                format="fp8_block",
+                w13=l1_weights[0],
+                w2=l2_weights[0],
+                w13_scale=l1_weights[1],
+                w2_scale=l2_weights[1],
+                first_expert=layer.first_expert,
+                gate_up="interleaved8",
+            )
+        )
 
     @property
     def destroyed(self) -> bool:
@@ -154,7 +172,7 @@ class SymmBuffer:
 
     def destroy(self) -> None:
         """Close the layers and drop the views; safe to call twice."""
-        for layer in (*self._layers.values(), self._spare):
+        for layer in (*(held.layer for held in self._layers.values()), self._spare):
             if layer is not None:
                 layer.close()
         self._layers.clear()

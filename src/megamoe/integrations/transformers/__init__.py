@@ -46,7 +46,7 @@ def register(*, backend: Backend = "auto", max_tokens: int = 8192, deadline: flo
     ``megamoe doctor`` says the same.
 
     Args:
-        backend: engine of the layers, as in `MegaMoE`.
+        backend: engine of the layers; ``"auto"`` is the one for the device that a model's experts are on.
         max_tokens: most tokens of a rank in one forward, where expert-parallel ranks hold different batches. Elsewhere
             layers grow with the batch.
         deadline: seconds that a rank waits for another one.

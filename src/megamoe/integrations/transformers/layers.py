@@ -17,7 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megamoe.control import DEFAULT_DEADLINE
 from megamoe.engine import Backend
-from megamoe.integrations.transformers.modules import Parameters, changes, expert_weights, spec_of
+from megamoe.errors import EngineError
+from megamoe.integrations.transformers.modules import Parameters, changes, expert_weights, spec_of, weight_format
 from megamoe.layer import MegaMoE
 from megamoe.weights import ExpertWeights
 
@@ -32,7 +33,7 @@ class Settings:
     """What `register` was told.
 
     Attributes:
-        backend: engine of new layers.
+        backend: engine of new layers; "auto" is the one for the device that the parameters are on.
         max_tokens: capacity where the ranks of a group hold different batches; elsewhere layers grow.
         deadline: seconds to wait for other ranks.
     """
@@ -89,15 +90,40 @@ def _power_of_two(tokens: int) -> int:
     return 1 << max(0, tokens - 1).bit_length()
 
 
+def _take_weights(entry: _Entry, key: _Key, parameters: Parameters, seen: tuple[tuple[int, int], ...]) -> None:
+    """Load what was overwritten. An engine that reads the parameters themselves needs it only where they moved; loading
+    is collective, so ranks must not do it for nothing."""
+    moved = [pointer for pointer, _ in seen] != [pointer for pointer, _ in entry.seen]
+    if moved or key.quantize or entry.layer.engine != "cpu":
+        entry.weights = expert_weights(parameters, entry.layer.first_expert, quantize=key.quantize)
+        entry.layer.load(entry.weights)
+    entry.seen = seen
+
+
+def _backend(parameters: Parameters, quantize: bool) -> Backend:
+    """The engine for parameters where they are: layers take and give tensors on the parameters' device."""
+    if settings.backend != "auto":
+        return settings.backend
+    if parameters.gate_up.device.type == "cpu":
+        return "cpu"
+    stored = weight_format(parameters)
+    if stored != "fp8_block" and not (stored == "bf16" and quantize):
+        raise EngineError(
+            "experts",
+            f"{stored} on {parameters.gate_up.device}",
+            "fp8_block on a GPU",
+            "Use experts_implementation='megamoe-fp8', which quantises BF16 experts, or one of the host's own.",
+        )
+    return "cuda"
+
+
 def _entry(book: _Book, key: _Key, parameters: Parameters, most: int | None) -> _Entry:
     """The layer for `key`, holding the weights as they are now, with room for `most` tokens of each rank."""
     entry = book.get(key)
     seen = changes(parameters)
     if entry is not None and (most is None or most <= entry.capacity):
         if entry.seen != seen:
-            entry.weights = expert_weights(parameters, entry.layer.first_expert, quantize=key.quantize)
-            entry.layer.load(entry.weights)
-            entry.seen = seen
+            _take_weights(entry, key, parameters, seen)
         return entry
     group: dist.ProcessGroup | None = None
     if key.group:
@@ -106,7 +132,8 @@ def _entry(book: _Book, key: _Key, parameters: Parameters, most: int | None) -> 
     capacity = settings.max_tokens if most is None else max(_LEAST_TOKENS, _power_of_two(most))
     if entry is not None:
         book.pop(key).layer.close()
-    layer = MegaMoE(spec, group, capacity, settings.backend, deadline=settings.deadline)
+    backend = _backend(parameters, key.quantize)
+    layer = MegaMoE(spec, group, capacity, backend, deadline=settings.deadline)
     try:
         if entry is None or entry.seen != seen:
             weights = expert_weights(parameters, layer.first_expert, quantize=key.quantize)

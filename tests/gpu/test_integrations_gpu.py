@@ -1,0 +1,130 @@
+"""DeepGEMM's names and Transformers' experts on the GPU engine, one rank, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import megamoe.integrations.deep_gemm as deep_gemm
+from megamoe import ExpertWeights, MoESpec, reference
+from megamoe.errors import EngineError
+from megamoe.formats import fp8_block
+from moe_cases import make_call, make_weights
+
+DEVICE = "cuda"
+SPEC = MoESpec(hidden=512, intermediate=256, experts=8, topk=3, clamp=1.5)
+
+
+def moved(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return pair[0].to(DEVICE), pair[1].to(DEVICE)
+
+
+def transformed(weights: ExpertWeights) -> tuple[Any, Any]:
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    l1, l2 = moved((weights.w13, weights.w13_scale)), moved((weights.w2, weights.w2_scale))
+    return deep_gemm.transform_weights_for_mega_moe_sm90(l1, l2)
+
+
+def stage(buffer: deep_gemm.SymmBuffer, call: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    x, ids, weights = (t.to(DEVICE) for t in call)
+    views = (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+    deep_gemm.mega_moe_pre_dispatch_sm90(x, ids.int(), weights, *views, len(x))
+    return torch.full_like(x, torch.nan)
+
+
+@pytest.fixture
+def buffer() -> Any:
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(None, 8, 256, 3, 512, 256, use_fp8_dispatch=True)
+    assert buffer.x.device.type == DEVICE
+    yield buffer
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 200])
+def test_deep_gemm_agrees_with_the_oracle(buffer: deep_gemm.SymmBuffer, tokens: int) -> None:
+    weights = make_weights(SPEC, "fp8_block")
+    l1, l2 = transformed(weights)
+    call = make_call(SPEC, tokens)
+    if tokens:
+        call[1][0, 1] = -1
+    y = stage(buffer, call)
+    q, s = fp8_block.quantize_activations(call[0])
+    assert torch.equal(buffer.x[:tokens].view(torch.uint8).cpu(), q.view(torch.uint8))
+    assert torch.equal(buffer.x_sf[:tokens].cpu(), s)
+    assert (buffer.topk_idx[tokens:] == -1).all()
+    stats = torch.ones(SPEC.experts, dtype=torch.int32, device=DEVICE)
+    deep_gemm.fp8_mega_moe(y, l1, l2, buffer, stats, activation_clamp=SPEC.clamp)
+    assert reference.relative_error(y.cpu(), reference.forward(SPEC, weights, *call)) < 8e-3
+    assert stats.cpu().tolist() == [1 + int((call[1] == e).sum()) for e in range(SPEC.experts)]
+
+
+def test_deep_gemm_sees_overwritten_weights(buffer: deep_gemm.SymmBuffer) -> None:
+    l1, l2 = transformed(make_weights(SPEC, "fp8_block", seed=1))
+    call = make_call(SPEC, 9)
+    deep_gemm.fp8_mega_moe(stage(buffer, call), l1, l2, buffer, activation_clamp=SPEC.clamp)
+    new = make_weights(SPEC, "fp8_block")
+    for old_pair, new_pair in zip((l1, l2), transformed(new), strict=True):
+        for old, other in zip(old_pair, new_pair, strict=True):
+            old.view(torch.uint8).copy_(other.view(torch.uint8))
+    y = stage(buffer, call)
+    deep_gemm.fp8_mega_moe(y, l1, l2, buffer, activation_clamp=SPEC.clamp)
+    assert reference.relative_error(y.cpu(), reference.forward(SPEC, new, *call)) < 8e-3
+
+
+@pytest.fixture(scope="module")
+def hosted() -> Any:
+    pytest.importorskip("transformers")
+    import megamoe.integrations.transformers as hosted
+
+    assert hosted.register()
+    yield hosted
+    hosted.release()
+
+
+@pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
+@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-moe", "minimax-m2"])
+def test_logits_of_fp8_experts(hosted: Any, family: str, scale_format: str) -> None:
+    from hosted_models import Teacher, make_model, quantize_experts, register_oracle
+
+    register_oracle()
+    model = make_model(family, hidden=512)
+    quantize_experts(model, "fp8", scale_format)
+    teacher = Teacher()
+    want = teacher.logits(model, "oracle")
+    on_gpu = teacher.logits(model.to(DEVICE), "megamoe").cpu()
+    # The rest of the model runs in BF16 on the GPU as well.
+    assert reference.relative_error(on_gpu, want) < 3e-2
+
+
+def experts(family: str = "qwen3-moe", *, quantised: bool) -> Any:
+    from hosted_models import experts_of, make_model, quantize_experts
+
+    model = make_model(family, hidden=512)
+    if quantised:
+        quantize_experts(model)
+    return next(experts_of(model)).requires_grad_(False)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 64, 300])
+def test_experts_quantised_when_asked(hosted: Any, tokens: int) -> None:
+    from hosted_models import oracle_experts
+
+    call = make_call(MoESpec(hidden=512, intermediate=128, experts=8, topk=3), tokens)
+    module = experts(quantised=False).to(DEVICE)
+    module.config._experts_implementation = "megamoe-fp8"
+    got = module(*(t.to(DEVICE) for t in call)).cpu()
+    assert reference.relative_error(got, oracle_experts(experts(quantised=True), *call)) < 8e-3
+    with torch.no_grad():
+        module.down_proj.mul_(0.0)
+    assert not module(*(t.to(DEVICE) for t in call)).any()
+
+
+def test_bf16_experts_on_a_gpu_are_refused(hosted: Any) -> None:
+    module = experts(quantised=False).to(DEVICE)
+    module.config._experts_implementation = "megamoe"
+    call = make_call(MoESpec(hidden=512, intermediate=128, experts=8, topk=3), 4)
+    with pytest.raises(EngineError, match=r"bf16 on cuda.*megamoe-fp8"):
+        module(*(t.to(DEVICE) for t in call))
