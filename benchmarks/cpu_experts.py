@@ -162,7 +162,19 @@ def child(weight_format: str, name: str, tokens: int) -> None:
         layer.load(weights)
     with torch.inference_mode():
         candidates([name], weight_format, layer, module, tokens)[name]()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(own_peak())
+
+
+def own_peak() -> int:
+    """Peak resident bytes of this process.
+
+    From /proc where there is one: ``ru_maxrss`` of a child starts at what its parent had when it was started.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(weight_format: str, arguments: argparse.Namespace, progress: Progress) -> list[results.Row]:
@@ -208,14 +220,16 @@ def measure(weight_format: str, arguments: argparse.Namespace, progress: Progres
 
 def table(rows: list[results.Row]) -> Table:
     """One line per candidate; `ratio` is its median over megamoe's."""
-    shown = Table("experts", "tokens", "engine", "median ms", "min ms", "ratio", "error", "peak MiB")
+    shown = Table()
+    for name in ("experts", "tokens", "engine", "median ms", "min ms", "ratio", "error", "peak MiB"):
+        shown.add_column(name, no_wrap=True)
     for row in rows:
         base = next(r for r in rows if all(r[k] == row[k] for k in ("tokens", "variant")) and r["engine"] == "megamoe")
         time, peak = row["e2e_us"], row.get("peak_rss_bytes")
         shown.add_row(
             row["variant"].removeprefix("beside "),
             str(row["tokens"]),
-            f"{row['engine']} ({row['format']})",
+            f"{row['engine'].removeprefix('transformers-')}, {row['format']}",
             f"{time['median'] / 1e3:.2f}",
             f"{time['min'] / 1e3:.2f}",
             f"{time['median'] / base['e2e_us']['median']:.2f}",
