@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megamoe.control import Control
-from megamoe.cuda import call_staging, hosting, memory
+from megamoe.cuda import call_staging, memory
 from megamoe.cuda.engine import CudaEngine
 from megamoe.cuda.toolchain import Job
 from megamoe.engine import Call, Placement
@@ -22,8 +22,6 @@ CURRENT = 7
 """Handle of the caller's stream."""
 
 _FIRST_FORKED = 100
-
-SMALLEST_HIDDEN = 128
 
 
 class SimGpu:
@@ -159,7 +157,6 @@ def world() -> Iterator[World]:
             patch.setattr(
                 module, "compile_kernel", lambda source, config, arch, **_: compiled(Job(source, config, arch))
             )
-        patch.setattr(hosting, "MINIMUM_HIDDEN", SMALLEST_HIDDEN)  # the simulator takes narrower layers
         made = World(sim)
         try:
             yield made

@@ -132,3 +132,11 @@ def test_pools_hold_any_routing(s, seed):
         rows = sum(-(-n // 8) * 8 for n in routes)
         assert rows + 128 <= small.pool_rows
         assert sum(-(-n // 64) for n in routes) <= small.pool_tiles
+
+
+def test_pools_whose_scales_need_wider_indices_are_refused() -> None:
+    sizes = Sizes(hidden=7168, intermediate=3072, topk=16, ranks=8, local_experts=48, capacity=700_000)
+    plan = Plan(wide=True, swap=True, stages=2)
+    with pytest.raises(EngineError, match=r"max_tokens: got 700000.*32-bit"):
+        plan.check(sizes)
+    plan.check(replace(sizes, capacity=500_000))

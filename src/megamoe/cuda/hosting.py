@@ -18,10 +18,6 @@ __all__ = ["HOPPER", "ordinal_of", "refusal", "why_not"]
 HOPPER = "sm_90a"
 """The architecture that the fused kernel is for."""
 
-MINIMUM_HIDDEN = 512
-"""Narrowest layer that has run on a GPU. One with H = 256 ended in an illegal memory access on an H200 that the
-simulator does not show; until that is explained, such layers are refused."""
-
 _CPU = "backend='cpu' takes the same arguments on the CPU."
 
 
@@ -82,13 +78,6 @@ def refusal(spec: MoESpec, placement: Placement, max_tokens: int, driver: Driver
             f"hidden={spec.hidden}, intermediate={spec.intermediate}",
             f"multiples of {BLOCK} on the GPU engine, whose experts are FP8 blocks",
             f"{_CPU}",
-        )
-    if spec.hidden < MINIMUM_HIDDEN:
-        return EngineError(
-            "spec",
-            f"hidden={spec.hidden}",
-            f"at least {MINIMUM_HIDDEN} on the GPU engine, narrower is not proven",
-            _CPU,
         )
     if placement.ranks > info.multiprocessors:
         return EngineError("ranks", placement.ranks, f"at most {info.multiprocessors}, one an SM", "Use fewer.")

@@ -154,6 +154,11 @@ class Plan:
                 f"at most {SHARED_LIMIT}",
                 "Use fewer stages, staging buffers or rows in flight.",
             )
+        scales = sizes.pool_rows * max(sizes.hidden, sizes.intermediate) // BLOCK
+        if scales >= 1 << 32:
+            raise EngineError(
+                "max_tokens", sizes.capacity, f"few enough for {scales} scales of the pools to have 32-bit indices", ""
+            )
         routing = (sizes.experts + sizes.ranks) * 4
         if routing > layout.staging:
             raise EngineError(

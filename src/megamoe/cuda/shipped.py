@@ -11,6 +11,7 @@ from typing import get_args
 
 from megamoe.bench.models import MODELS
 from megamoe.cuda import fused, gemm, staging
+from megamoe.cuda.arena import Sizes
 from megamoe.cuda.select import select_plan
 from megamoe.cuda.toolchain import ARCHITECTURES, Job
 from megamoe.spec import ScaleFormat
@@ -50,6 +51,14 @@ def _fused() -> Iterator[Shipped]:
                 yield Shipped(f"fused-{name}-r{ranks}-m{bound}", (fused.job(plan, sizes),))
 
 
+def _few_k_blocks() -> Iterator[Shipped]:
+    """Layers narrower than any model's, like those of `megamoe demo`: loops of constant, small trip counts unroll."""
+    for hidden, intermediate in ((256, 256), (256, 384), (384, 256), (512, 512)):
+        sizes = Sizes(hidden=hidden, intermediate=intermediate, topk=4, ranks=1, local_experts=16, capacity=256)
+        for bound in (16, 256):
+            yield Shipped(f"fused-h{hidden}-i{intermediate}-m{bound}", (fused.job(select_plan(sizes, bound), sizes),))
+
+
 def shipped() -> tuple[Shipped, ...]:
     """All configurations, in a fixed order."""
-    return (*_staging(), *_gemm(), *_fused())
+    return (*_staging(), *_gemm(), *_fused(), *_few_k_blocks())

@@ -103,8 +103,10 @@ class Feed {
         }
       }
       const float* scales = second ? workspace::h_pool_scales(p) : workspace::x_pool_scales(p);
+      // 32-bit arithmetic (Plan.check proves that it suffices): from a 64-bit index ptxas 13.0.88 made an address without
+      // its upper half in layers of two k-blocks.
       ptx::bulk_load(base + (FusedTile::kRowScales + stage * FusedTile::kRowScaleBytes),
-                     scales + (static_cast<u64>(k) * p.pool_rows + row), token_rows * 4, full(stage));
+                     scales + (k * p.pool_rows + row), token_rows * 4, full(stage));
     }
   };
 
