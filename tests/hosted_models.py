@@ -3,7 +3,9 @@ implementation."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -87,6 +89,15 @@ def _deepseek_v4() -> Any:
     )
 
 
+def has_expert_parallel() -> bool:
+    """Whether the installed Transformers has implementations of expert parallelism to choose from (5.23 on)."""
+    try:
+        module = import_module("transformers.distributed.expert_parallel")
+    except ModuleNotFoundError:
+        return False
+    return hasattr(module, "EPImplementation")
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "deepseek-v3": _deepseek_v3,
     "qwen3-moe": _qwen3_moe,
@@ -138,12 +149,12 @@ def quantize_experts(model: Any, expert_dtype: str = "fp8", scale_format: str = 
             kind = use_experts_implementation(
                 experts_class=type("FP8Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS
             )
-            new = kind(
-                config=module.config,
-                block_size=(128, 128),
-                scale_fmt="float" if scale_format == "float32" else scale_format,
-                expert_dtype=expert_dtype,
-            )
+            scale_fmt = "float" if scale_format == "float32" else scale_format
+            stated = {"expert_dtype": expert_dtype}
+            if "expert_dtype" not in inspect.signature(FP8Experts.__init__).parameters:
+                module.config.expert_dtype = expert_dtype  # where versions before 5.22 look
+                stated = {}
+            new = kind(config=module.config, block_size=(128, 128), scale_fmt=scale_fmt, **stated)
         for projection in ("gate_up_proj", "down_proj"):
             dense = getattr(module, projection).data
             if expert_dtype == "fp4":

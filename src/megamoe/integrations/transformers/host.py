@@ -51,10 +51,12 @@ def _experts() -> str | None:
 
 def _expert_parallel() -> str | None:
     try:
-        module = import_module("transformers.distributed.expert_parallel")
+        module: Any = import_module("transformers.distributed.expert_parallel")
     except ModuleNotFoundError:
-        return "this version has no EPImplementation (5.24 has)"
-    base = module.EPImplementation
+        module = None
+    base = getattr(module, "EPImplementation", None)
+    if base is None:
+        return "this version has no EPImplementation (5.23 has)"
     if not callable(getattr(module.EPImplementationInterface, "register", None)):
         return "EPImplementationInterface has no register()"
     return _wants(base.__init__, ("self", "experts", "ep_mesh", "tp_mesh")) or _wants(base.__call__, ("self", *_CALL))
