@@ -19,6 +19,8 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOPK, CAPACITY, CLAMP = 512, 256, 16, 4, 256, 10.
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("MASTER_PORT", "29571")
 rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 dist.init_process_group("gloo", rank=rank, world_size=ranks)
 group = dist.group.WORLD
 

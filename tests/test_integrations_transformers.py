@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
+import runpy
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +36,8 @@ from megamoe.errors import FormatError, InputError, MegaMoEError, SpecError, Wei
 pytest.importorskip("transformers")
 import megamoe.integrations.transformers as hosted
 from megamoe.integrations.transformers import host, layers
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "transformers_experts.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -476,6 +482,32 @@ def test_expert_parallelism_is_checked_by_signature(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(expert_parallel.EPImplementation, "__call__", lambda self, x: x)
     with pytest.warns(RuntimeWarning, match="leaves ep_implementation"):
         assert hosted.register()  # the experts' door is open all the same
+
+
+@pytest.mark.parametrize(("implementation", "bound"), [("megamoe", 1.2e-2), ("megamoe-fp8", 5e-2)])
+def test_the_example(
+    implementation: str, bound: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(EXAMPLE), "--device", "cpu", "--experts", implementation, "--new-tokens", "2"]
+    monkeypatch.setattr(sys, "argv", words)
+    seen = runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert f"rank 0 of 1: transformers {host.installed_version()}, {implementation}: " in capsys.readouterr().out
+    assert 0 < seen["difference"] < bound
+    for experts in experts_of(seen["other"]):  # the experts matter to the logits
+        experts.down_proj.data.zero_()
+    with torch.inference_mode():
+        assert reference.relative_error(seen["other"](seen["ids"]).logits, seen["want"]) > 0.2
+
+
+def test_the_example_on_two_ranks() -> None:
+    pytest.importorskip("accelerate", reason="Transformers needs accelerate to shard a model while it is loaded")
+    runner = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [sys.executable, "-m", *runner, str(EXAMPLE), "--device", "cpu", "--new-tokens", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    differences = [float(one) for one in re.findall(r"differ by (\S+) from", done.stdout)]
+    assert len(differences) == 2
+    assert max(differences) < 3e-2  # a token whose scores nearly tie may choose another expert
 
 
 def test_register_checks_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
