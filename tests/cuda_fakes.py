@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +48,7 @@ class FakeDriver:
     kernels: dict[int, str] = field(default_factory=dict)
     resident: list[tuple[str, int, int]] = field(default_factory=list)
     encoded: list[TensorMapSpec] = field(default_factory=list)
+    enabled: list[tuple[int, int]] = field(default_factory=list)
 
     def version(self) -> int:
         return self.cuda
@@ -62,6 +63,18 @@ class FakeDriver:
 
     def peer(self, source: int, target: int) -> PeerInfo:
         return self.peers.get((source, target), PeerInfo(source, target, True, True, 1))
+
+    def enable_peer(self, source: int, target: int) -> None:
+        self.enabled.append((source, target))
+
+    def allocate(self, ordinal: int, nbytes: int) -> int:
+        raise NotImplementedError
+
+    def free(self, ordinal: int, pointer: int) -> None:
+        raise NotImplementedError
+
+    def store_words(self, ordinal: int, pointer: int, words: Sequence[int]) -> None:
+        raise NotImplementedError
 
     def load(self, cubin: bytes) -> int:
         handle = 1000 + len(self.loaded)

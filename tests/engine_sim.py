@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,9 @@ class SimGpu:
     def pinned(self, words: int) -> torch.Tensor:
         return self.zeros("host words", (words,), torch.int32)
 
+    def peer_zeros(self, what: str, nbytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        return self.zeros(what, (nbytes,), torch.uint8), lambda: None
+
     def stream(self) -> int:
         return self.current
 
@@ -55,11 +58,11 @@ class SimGpu:
     def follow(self) -> None:
         self.followed += 1
 
-    def fork(self, ranks: int) -> list[int]:
+    def fork(self, ranks: int, root: Any = None) -> list[int]:
         self.forks += 1
         return [_FIRST_FORKED + r for r in range(ranks)]
 
-    def join(self) -> None:
+    def join(self, root: Any = None) -> None:
         self.joins += 1
 
     def synchronize(self) -> None:
@@ -99,7 +102,7 @@ class World:
         self.driver.waiting_for = ranks
         placement = Placement(ranks=ranks, local=tuple(range(ranks)))
         made = CudaEngine(
-            spec, placement, Control(None), max_tokens, driver=self.driver, gpu=self.gpu, deadline=2.0, **how
+            spec, placement, Control(None), max_tokens, driver=self.driver, gpus=lambda _: self.gpu, deadline=2.0, **how
         )
         self.engines.append(made)
         return made

@@ -14,21 +14,27 @@ from cuda_fakes import FakeDriver, device_info
 from megamoe import MegaMoE, MoESpec, local_group
 from megamoe.cuda import call_staging, hosting, staging
 from megamoe.cuda.cache import Cache
-from megamoe.cuda.driver import Driver
+from megamoe.cuda.driver import Driver, PeerInfo
 from megamoe.cuda.hosting import refusal, why_not
 from megamoe.cuda.sources import KERNELS
 from megamoe.cuda.toolchain import compile_kernel
-from megamoe.engine import Placement
+from megamoe.engine import Peer, Placement
 from megamoe.errors import EngineError
 
 SPEC = MoESpec(hidden=512, intermediate=256, experts=16, topk=4)
 
 
-def place(ranks: int = 1, local: tuple[int, ...] | None = None, devices: tuple[int, ...] | None = None) -> Placement:
-    return Placement(ranks=ranks, local=tuple(range(ranks)) if local is None else local, devices=devices)
+def place(ranks: int = 1, devices: tuple[int, ...] | None = None) -> Placement:
+    return Placement(ranks=ranks, local=tuple(range(ranks)), devices=devices)
+
+
+def processes(*peers: tuple[int, int]) -> Placement:
+    """Rank 0 of a group of processes with these hosts and GPUs."""
+    return Placement(ranks=len(peers), local=(0,), peers=tuple(Peer(host=h, gpu=g) for h, g in peers))
 
 
 HOPPER = FakeDriver({}, devices=[device_info(0), device_info(1)])
+APART = FakeDriver({}, devices=HOPPER.devices, peers={(0, 1): PeerInfo(0, 1, False, False, 0)})
 AMPERE = FakeDriver({}, devices=[device_info(0, (8, 0), "Fake A100")])
 
 
@@ -38,11 +44,20 @@ def test_a_hopper_gpu_hosts_all_ranks_of_a_process(ranks: int, devices: tuple[in
     assert refusal(SPEC, place(ranks, devices=devices), 8192, HOPPER) is None
 
 
+@pytest.mark.parametrize("placement", [place(2, (0, 1)), place(8, (1, 0)), processes((1, 7), (1, 8))])
+def test_gpus_that_reach_each_other_host_a_group(placement: Placement) -> None:
+    assert refusal(SPEC, placement, 8192, HOPPER) is None
+
+
 @pytest.mark.parametrize(
     ("spec", "placement", "driver", "said"),
     [
-        (SPEC, place(2, (0,)), HOPPER, "2 ranks, 1 of them in this process.*local_group"),
-        (SPEC, place(2, devices=(0, 1)), HOPPER, r"devices: got \[0, 1\].*one GPU"),
+        (SPEC, processes((1, 7), (2, 8)), HOPPER, "ranks on 2 hosts.*split path.*all-to-all"),
+        (SPEC, processes((1, 7), (1, 7)), HOPPER, "ranks 0 and 1 on one GPU.*set_device.*local_group"),
+        (SPEC, processes((1, 7), (1, 0)), HOPPER, "rank 1 without a GPU.*backend='cpu'"),
+        (SPEC, place(2, devices=(0, 1)), APART, "GPUs 0 and 1, which do not reach each other.*NVLink"),
+        (SPEC, place(4, devices=(0, 0)), HOPPER, r"devices: got \[0, 0\].*different GPUs"),
+        (SPEC, place(4, devices=(0, 1, 0)), HOPPER, r"devices: got \[0, 1, 0\].*divide 4 rank"),
         (SPEC, place(1, devices=(5,)), HOPPER, r"devices: got \[5\].*0 to 1"),
         (SPEC, place(1, devices=()), HOPPER, r"devices: got \[\]"),
         (SPEC, place(), AMPERE, r"Fake A100 \(sm_80\).*sm_90a.*backend='cpu'"),

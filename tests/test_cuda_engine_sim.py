@@ -191,10 +191,10 @@ def test_ranks_share_the_gpu_and_agree_with_one(sim, weights, ranks):
 def test_a_second_load_keeps_the_addresses(sim, weights):
     engine = sim.engine(SPEC, plan=PLAN)
     engine.load([weights])
-    addresses = [w.w13.data_ptr() for w in engine._weights]
+    addresses = [w.w13.data_ptr() for w in engine._weights.parts]
     other = make_weights(SPEC, "fp8_block", seed=2)
     engine.load([other])
-    assert [w.w13.data_ptr() for w in engine._weights] == addresses
+    assert [w.w13.data_ptr() for w in engine._weights.parts] == addresses
     given = make_call(SPEC, 4)
     call = sim.call(*given)
     engine.forward([call])
@@ -281,7 +281,7 @@ def test_memory_is_known_before_it_is_taken(sim, weights, caplog):
         engine = sim.engine(SPEC)
     assert "arena" in caplog.text
     engine.load([weights])
-    buffers, loaded = engine._workspace.buffers[0], engine._weights[0]
+    buffers, loaded = engine._workspace.buffers[0], engine._weights.parts[0]
     assert engine.memory == {
         "arena": buffers.arena.numel(),
         "workspace": buffers.workspace.numel(),

@@ -53,6 +53,16 @@ def test_every_public_shape_gets_a_legal_plan(s, bound):
     assert 128 * plan.role_registers + 256 * plan.math_registers <= REGISTERS_PER_SM
 
 
+@given(sizes, st.integers(1, 16384))
+@settings(max_examples=100, deadline=None)
+def test_row_major_weights_need_no_other_plan(s, bound):
+    plan = select_plan(s, min(bound, s.capacity))
+    rows = replace(plan, weights="rows")
+    assert rows.shared(s) == plan.shared(s)
+    differ = {k for k, v in rows.config(s).items() if plan.config(s)[k] != v}
+    assert differ == {"kRowMajorWeights"}
+
+
 @given(sizes)
 @settings(max_examples=100, deadline=None)
 def test_shared_memory_regions_follow_each_other(s):
@@ -84,6 +94,7 @@ def test_shared_memory_regions_follow_each_other(s):
         (Plan(role_registers=64, math_registers=232), "at most 65536"),
         (Plan(wave_experts=0), "at least 1"),
         (Plan(lag=-1), "0 or more"),
+        (Plan(weights="columns"), "plan.weights: got columns; allowed: 'tiles' or 'rows'"),
     ],
 )
 def test_illegal_plans_say_what_does_not_fit(plan, what):

@@ -47,6 +47,11 @@ class Control:
     A private gloo group is built over the members of `group`, so that this traffic cannot meet the user's, works
     beside a CUDA group, has its own deadline and can be rebuilt by `reset`.
 
+    Attributes:
+        rank, size: this rank, and how many there are.
+        token: a hexadecimal number, equal on all ranks and unlike any other group's; empty for a single rank.
+        members: the ranks in the world.
+
     Args:
         group: a ``torch.distributed`` process group, or None for a single rank.
         deadline: seconds to wait for another rank.
@@ -58,6 +63,8 @@ class Control:
 
     def __init__(self, group: dist.ProcessGroup | None, deadline: float = DEFAULT_DEADLINE) -> None:
         self.rank, self.size = 0, 1
+        self.token = ""
+        self.members: tuple[int, ...] = (0,)
         self.deadline = deadline
         self._group: Any = None
         self._broken: str | None = None
@@ -75,6 +82,7 @@ class Control:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise InputError("group", repr(group), "a torch.distributed process group", "Pass group.WORLD.") from error
+        self.members = tuple(dist.get_process_group_ranks(group))
         if self.rank < 0:
             raise InputError("group", "a group without this process", "a group that it is in", "Pass its own group.")
         if self.size == 1:
@@ -85,16 +93,17 @@ class Control:
         with self._waiting("construct"):
             work = dist.broadcast(token, src=dist.get_global_rank(group, 0), group=group, async_op=True)
             work.wait(timedelta(seconds=deadline))
-        self._token = bytes(token.tolist()).hex()
+        self.token = bytes(token.tolist()).hex()
         self._connect("construct")
 
-    def _store(self, part: str) -> Any:
+    def store(self, part: str) -> Any:
+        """A ``torch.distributed`` store of this group alone, under `part`."""
         c10d = dist.distributed_c10d
-        return c10d.PrefixStore(f"megamoe/{self._token}/{part}", c10d._get_default_store())
+        return c10d.PrefixStore(f"megamoe/{self.token}/{part}", c10d._get_default_store())
 
     def _connect(self, phase: str) -> None:
         # Not dist.new_group: it wants every process of the world, or the same number of groups on every member.
-        store = self._store(str(self._generation))
+        store = self.store(str(self._generation))
         with self._waiting(phase):
             self._group = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.deadline))
 
@@ -104,7 +113,7 @@ class Control:
         Ranks may have tried alone, and not equally often: rank 0 numbers the attempts, the others join the newest one,
         and it counts when all have joined.
         """
-        store, end = self._store("reset"), time.monotonic() + self.deadline
+        store, end = self.store("reset"), time.monotonic() + self.deadline
         attempt: int = store.add("attempt", 1 if self.rank == 0 else 0)
         while time.monotonic() < end:
             store.set(f"{attempt}/{self.rank}", "")

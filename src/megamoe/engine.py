@@ -21,11 +21,19 @@ if TYPE_CHECKING:  # commands import this file for `Backend`, and their help mus
     from megamoe.control import Control
     from megamoe.weights import ExpertWeights
 
-__all__ = ["Backend", "Call", "Engine", "Placement", "backend_for", "create_engine", "why_no_gpu"]
+__all__ = ["Backend", "Call", "Engine", "Peer", "Placement", "backend_for", "create_engine", "who_am_i", "why_no_gpu"]
 
 Backend = Literal["auto", "cpu", "cuda"]
 
 _log = logging.getLogger("megamoe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """What the other processes of a group must know of one: numbers that stand for its host and its GPU (0: none)."""
+
+    host: int
+    gpu: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +42,15 @@ class Placement:
 
     Attributes:
         ranks: size R of the group.
-        local: the ranks hosted here, ascending.
-        devices: CUDA device indices to spread them over, or None for the engine's choice.
+        local: the ranks hosted here, ascending: all of them, or one.
+        devices: CUDA devices over which the hosted ranks are dealt in blocks, or None for the current one.
+        peers: the process of each rank, where ranks are processes.
     """
 
     ranks: int
     local: tuple[int, ...]
     devices: tuple[int, ...] | None = None
+    peers: tuple[Peer, ...] | None = None
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen: that makes one cost a call a microsecond more
@@ -69,15 +79,21 @@ class Call:
 class Engine(Protocol):
     """The interface that `MegaMoE` and `LocalGroup` drive. Lists have one entry per hosted rank, in `Placement` order.
 
-    `load`, `warmup`, `forward`, `refuse` and `reset` are collective: every rank of the group enters them.
+    `connect`, `load`, `warmup`, `forward`, `refuse` and `reset` are collective: every rank of the group enters them.
     """
 
     name: str
-    device: torch.device
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """Where the arguments of each hosted rank must be and its results are."""
 
     @property
     def memory(self) -> Mapping[str, int]:
         """Bytes of one rank by what they are for, known before anything is allocated."""
+
+    def connect(self) -> None:
+        """Reach the other ranks' memory, once, when all ranks are known to go on."""
 
     def load(self, weights: Sequence[ExpertWeights]) -> None:
         """Take the hosted ranks' weights; replaces earlier ones. They were checked against the spec."""
@@ -114,13 +130,19 @@ class Engine(Protocol):
 
 
 def create_engine(
-    spec: MoESpec, placement: Placement, control: Control, max_tokens: int, backend: Backend = "auto"
+    spec: MoESpec,
+    placement: Placement,
+    control: Control,
+    max_tokens: int,
+    backend: Backend = "auto",
+    *,
+    sm_reserve: int = 0,
 ) -> Engine:
     """The engine for `backend`; ``"auto"`` takes the GPU engine where it can host these ranks, else the CPU engine.
 
     Which engine it is depends on the machine, the sizes and the placement, never on the weights, which come later: the
     GPU engine refuses weights that are not FP8 blocks when they are loaded. Why ``"auto"`` took the CPU engine is
-    logged (logger ``megamoe``: INFO, or WARNING where a GPU stays idle because the ranks are processes) and what
+    logged (logger ``megamoe``: INFO, or WARNING where a GPU stays idle because of where the ranks are) and what
     `why_no_gpu` returns.
 
     Raises:
@@ -132,7 +154,7 @@ def create_engine(
     if backend != "cpu" and reason is None:
         from megamoe.cuda.engine import CudaEngine
 
-        return CudaEngine(spec, placement, control, max_tokens)
+        return CudaEngine(spec, placement, control, max_tokens, sm_reserve=sm_reserve)
     if backend == "cuda":
         raise EngineError(
             "backend",
@@ -166,3 +188,20 @@ def why_no_gpu(spec: MoESpec, placement: Placement, max_tokens: int) -> EngineEr
     from megamoe.cuda.hosting import why_not
 
     return why_not(spec, placement, max_tokens)
+
+
+def who_am_i(backend: Backend) -> tuple[int, int]:
+    """Numbers that tell the other processes of a group where this one is: its host, and its GPU (0 without one)."""
+    import torch
+
+    from megamoe.cuda.driver import open_driver
+    from megamoe.cuda.peers import identity
+
+    driver = None
+    if backend != "cpu" and torch.version.cuda is not None and torch.cuda.is_available():
+        try:
+            driver = open_driver()
+        except EngineError:  # create_engine says why
+            driver = None
+    peer = identity(driver, 0 if driver is None else torch.cuda.current_device())
+    return peer.host, peer.gpu

@@ -121,7 +121,7 @@ class LocalGroup:
                             runtime.spec,
                             weight_format,
                             runtime.max_tokens,
-                            runtime.engine.device,
+                            runtime.engine.devices[rank],
                             x,
                             ids,
                             weights,
@@ -182,16 +182,20 @@ def local_group(
     backend: Backend = "auto",
     *,
     deadline: float = DEFAULT_DEADLINE,
+    sm_reserve: int = 0,
 ) -> LocalGroup:
     """All ranks of an expert-parallel group in this process, on one or more GPUs or on the CPU.
 
     Args:
         spec: the layer.
         ranks: number of ranks R; divides the experts.
-        devices: the CUDA device that the ranks share, such as ``[0]``; None for the current one, or the CPU engine.
+        devices: the CUDA devices over which the ranks are dealt in blocks, such as ``[0]`` for all ranks on one or
+            ``[0, 1]`` for half of them on each; None for the current one, or the CPU engine. Tensors of a rank must be
+            on its device (``group[r].device``).
         max_tokens: the most tokens that a rank passes in one call.
         backend: as in `MegaMoE`.
         deadline: seconds that a rank's kernel waits for another one's; the CPU engine's ranks never wait.
+        sm_reserve: SMs of each GPU that the layer's kernels leave to other streams.
 
     Raises:
         SpecError: `ranks` is not positive or does not divide the experts.
@@ -205,8 +209,6 @@ def local_group(
         raise InputError("devices", repr(devices), "a list of CUDA device numbers, such as [0]", "Or leave it out.")
     chosen = None if devices is None else tuple(devices)
     placement = Placement(ranks=ranks, local=tuple(range(ranks)), devices=chosen)
-    return LocalGroup(
-        Runtime(
-            spec, placement, Control(None, deadline), max_tokens, backend, "Pass the most tokens of a rank in one call."
-        )
-    )
+    way_out = "Pass the most tokens of a rank in one call."
+    control = Control(None, deadline)
+    return LocalGroup(Runtime(spec, placement, control, max_tokens, backend, way_out, sm_reserve=sm_reserve))

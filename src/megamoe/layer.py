@@ -33,6 +33,7 @@ class MegaMoE:
         backend: ``"cpu"``, ``"cuda"``, or ``"auto"``: the GPU engine where it can host this rank, else the CPU
             engine (the reason is logged at INFO). Tensors must be on the engine's `device`.
         deadline: seconds that this rank waits for another one before it raises `DeadlineError`.
+        sm_reserve: SMs of its GPU that the layer's kernel leaves to other streams; the CPU engine has no use for it.
 
     Raises:
         SpecError: the group's ranks do not divide the experts.
@@ -50,6 +51,7 @@ class MegaMoE:
         backend: Backend = "auto",
         *,
         deadline: float = DEFAULT_DEADLINE,
+        sm_reserve: int = 0,
     ) -> None:
         refusal: InputError | None = None
         try:
@@ -59,7 +61,8 @@ class MegaMoE:
         control = Control(group, deadline)
         placement = Placement(ranks=control.size, local=(control.rank,))
         bounds = "Pass the most tokens of a call."
-        self._attach(Runtime(spec, placement, control, max_tokens, backend, bounds, refusal), 0)
+        runtime = Runtime(spec, placement, control, max_tokens, backend, bounds, refusal=refusal, sm_reserve=sm_reserve)
+        self._attach(runtime, 0)
 
     @classmethod
     def _member(cls, runtime: Runtime, index: int) -> MegaMoE:
@@ -117,7 +120,7 @@ class MegaMoE:
     @property
     def device(self) -> torch.device:
         """Where arguments must be and results are."""
-        return self._runtime.engine.device
+        return self._runtime.engine.devices[self._index]
 
     @property
     def memory(self) -> dict[str, int]:
@@ -234,7 +237,7 @@ class MegaMoE:
                     runtime.spec,
                     weight_format,
                     runtime.max_tokens,
-                    runtime.engine.device,
+                    runtime.engine.devices[0],
                     x,
                     expert_ids,
                     expert_weights,

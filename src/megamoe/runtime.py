@@ -8,14 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Protocol, TypeAlias
 
 import torch
 
 import megamoe
 from megamoe.control import Control
-from megamoe.engine import Backend, Call, Engine, Placement, create_engine
+from megamoe.engine import Backend, Call, Engine, Peer, Placement, create_engine, who_am_i
 from megamoe.errors import ClosedError, InputError, MegaMoEError, SpecError, WeightError, stated
 from megamoe.inputs import positive_number
 from megamoe.spec import MoESpec, WeightFormat
@@ -85,7 +85,9 @@ class Runtime:
         max_tokens: int,
         backend: Backend,
         bounds: str,
+        *,
         refusal: MegaMoEError | None = None,
+        sm_reserve: int = 0,
     ) -> None:
         self.spec = spec
         self.placement = placement
@@ -94,29 +96,43 @@ class Runtime:
         self._control = control
         self._busy = threading.Lock()
         self._engine: Engine | None = None
-        facts: dict[str, object] = {}
-        failure: MegaMoEError | None = None
-        engine: Engine | None = None
+        failure, facts = refusal, {}
         try:
-            if refusal is not None:
-                raise refusal
-            if not isinstance(spec, MoESpec):
-                raise SpecError("spec", type(spec).__name__, "a megamoe.MoESpec", "Pass MoESpec(hidden=..., ...).")
-            positive_number("max_tokens", max_tokens, integer=True, way_out=bounds)
-            self.local_experts = spec.local_experts(placement.ranks)
-            engine = create_engine(spec, placement, control, max_tokens, backend)
-            facts = {**asdict(spec), "max_tokens": max_tokens, "engine": engine.name}
-            facts["megamoe version"] = megamoe.__version__
+            if failure is None:
+                facts = self._facts(bounds, sm_reserve)
         except Exception as error:
             failure = stated("constructor", error)
+        alone = len(placement.local) == placement.ranks
+        engine: Engine | None = None
         try:
-            control.agree("construct", facts, error=failure)
+            numbers = () if alone or failure is not None else who_am_i(backend)
+            peers = control.agree("construct", facts, error=failure, numbers=numbers)
+            if not alone:
+                placement = replace(placement, peers=tuple(Peer(host=host, gpu=gpu) for host, gpu in peers))
+            try:
+                engine = create_engine(spec, placement, control, max_tokens, backend, sm_reserve=sm_reserve)
+            except Exception as error:
+                failure = stated("constructor", error)
+            control.agree("construct", {"engine": None if engine is None else engine.name}, error=failure)
+            assert engine is not None  # else there was a failure
+            engine.connect()
         except BaseException:
             if engine is not None:
                 engine.close()
             control.close()
             raise
         self._engine = engine
+
+    def _facts(self, bounds: str, sm_reserve: int) -> dict[str, object]:
+        """What must be equal on all ranks; raises what is wrong with it on this one."""
+        spec = self.spec
+        if not isinstance(spec, MoESpec):
+            raise SpecError("spec", type(spec).__name__, "a megamoe.MoESpec", "Pass MoESpec(hidden=..., ...).")
+        positive_number("max_tokens", self.max_tokens, integer=True, way_out=bounds)
+        if type(sm_reserve) is not int or sm_reserve < 0:
+            raise InputError("sm_reserve", sm_reserve, "a number of SMs, 0 or more", "Leave it out for all SMs.")
+        self.local_experts = spec.local_experts(self.placement.ranks)
+        return {**asdict(spec), "max_tokens": self.max_tokens, "megamoe version": megamoe.__version__}
 
     @property
     def closed(self) -> bool:
@@ -190,7 +206,7 @@ class Runtime:
                 "Set first_expert, or pass the whole layer.",
             )
         weights.check(self.spec, count)
-        device = self.engine.device
+        device = self.engine.devices[index]
         if device.type == "cpu" and weights.w13.device.type != "cpu":
             raise WeightError("weights", f"device {weights.w13.device}", "cpu", "Move them with .cpu().")
         _check_scales(weights)
@@ -229,7 +245,12 @@ class Runtime:
             except MegaMoEError as error:
                 failure = error
             self._control.agree("warmup", {"bound": bound}, error=failure)
-            engine.warmup(bound)
+            try:
+                engine.warmup(bound)
+            except Exception as error:
+                failure = stated("warmup", error)
+            # Compiling takes long: a rank that called at once would spend its deadline on waiting for the others.
+            self._control.agree("warmup", error=failure)
 
     def call(self, prepare: Callable[[WeightFormat], Sequence[Call]]) -> list[torch.Tensor]:
         """Run one call; `prepare` checks the arguments and may raise, which refuses the call on all ranks."""

@@ -356,7 +356,7 @@ def test_a_rank_that_does_not_come(weights):
         engine = group._runtime.engine
         kept = engine._run
         outs = [torch.zeros_like(x) for x in columns[0]]
-        engine._run = lambda calls: kept(calls, launched=(0, 1, 3))
+        engine._run = lambda calls: kept(calls, ranks=(0, 1, 3))
         start = time.perf_counter()
         group(*columns, outs=outs)
         engine._run = kept
@@ -378,7 +378,7 @@ def test_a_rank_that_comes_late(group):
     columns = shares(make_input(SMALL, 8 * ranks, "cuda"), ranks)
     base = torch.cat(group(*columns))
     engine = group._runtime.engine
-    gpu = engine._workspace.gpu
+    gpu = engine._workspace.places[0].gpu
     for late in range(ranks if ranks > 1 else 0):
         with torch.cuda.stream(gpu._ranks[late]):
             torch.cuda._sleep(2_000_000)  # about a millisecond

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ from megamoe.formats import fp8_block
 from moe_cases import make_call, make_weights
 
 DEVICE = "cuda"
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SPEC = MoESpec(hidden=512, intermediate=256, experts=8, topk=3, clamp=1.5)
 
 
@@ -85,7 +91,7 @@ def hosted() -> Any:
 
 
 @pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
-@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-moe", "minimax-m2"])
+@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-moe", "glm4-moe", "minimax-m2"])
 def test_logits_of_fp8_experts(hosted: Any, family: str, scale_format: str) -> None:
     from hosted_models import Teacher, make_model, quantize_experts, register_oracle
 
@@ -128,3 +134,59 @@ def test_bf16_experts_on_a_gpu_are_refused(hosted: Any) -> None:
     call = make_call(MoESpec(hidden=512, intermediate=128, experts=8, topk=3), 4)
     with pytest.raises(EngineError, match=r"bf16 on cuda.*megamoe-fp8"):
         module(*(t.to(DEVICE) for t in call))
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v4"])  # the second one clamps
+def test_skipped_routes_and_compiled_experts(hosted: Any, family: str) -> None:
+    from hosted_models import oracle_experts
+
+    call = make_call(MoESpec(hidden=512, intermediate=128, experts=8, topk=3), 21)
+    x, ids, weights = call
+    ids[0] = -1
+    ids[1, 1] = -1
+    weights[ids == -1] = torch.nan
+    want = oracle_experts(experts(family, quantised=True), *call)
+    module = experts(family, quantised=True).to(DEVICE)
+    module.config._experts_implementation = "megamoe"
+    got = module(*(t.to(DEVICE) for t in call))
+    assert reference.relative_error(got.cpu(), want) < 8e-3
+    assert not got[0].any()
+    torch._dynamo.reset()
+    module.compile(fullgraph=True, backend="aot_eager")
+    assert torch.equal(module(*(t.to(DEVICE) for t in call)), got)
+    ids[2] = 8  # with the experts shared out over ranks: an expert on another one
+    module = experts(family, quantised=True).to(DEVICE)
+    module.config._experts_implementation = "megamoe"
+    module._is_expert_parallel = True
+    want = oracle_experts(experts(family, quantised=True), x, ids.masked_fill(ids == 8, -1), weights)
+    got = module(*(t.to(DEVICE) for t in call))
+    assert reference.relative_error(got.cpu(), want) < 8e-3
+    assert not got[2].any()
+
+
+def test_from_pretrained(hosted: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example = EXAMPLES / "transformers_experts.py"
+    monkeypatch.setattr(sys, "argv", [str(example), "--new-tokens", "3"])
+    seen = runpy.run_path(str(example), run_name="__main__")
+    assert "megamoe-fp8: logits differ by" in capsys.readouterr().out
+    assert 0 < seen["difference"] < 5e-2
+
+
+def run_script(*runner: str) -> list[float]:
+    """Relative errors that the ranks of the script with DeepGEMM's names say."""
+    words = [sys.executable, *runner, "-m", "megamoe.integrations.deep_gemm", str(EXAMPLES / "deep_gemm_moe.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return [float(one) for one in re.findall(r"relative error (\S+)", done.stdout)]
+
+
+def test_a_script_with_only_deep_gemms_names() -> None:
+    (error,) = run_script()
+    assert error < 8e-3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_the_same_script_on_two_gpus() -> None:
+    errors = run_script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert len(errors) == 2
+    assert max(errors) < 8e-3

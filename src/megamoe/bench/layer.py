@@ -75,7 +75,7 @@ def run(request: Request, tick: Tick) -> list[Row]:
             routing(kind, tokens=1, ranks=request.ranks, experts=spec.experts, topk=spec.topk)
     backend = backend_for(request.backend, request.format)
     bound = max(*request.tokens, 1)
-    placement = Placement(ranks=request.ranks, local=tuple(range(request.ranks)))
+    placement = Placement(ranks=request.ranks, local=tuple(range(request.ranks)), devices=request.devices)
     hosted = all(why_no_gpu(spec, placement, bound) is None for spec in specs.values())
     if request.format == "fp8_block" and (backend == "cuda" or (backend == "auto" and hosted)):
         return mega.run(request, tick)
@@ -84,7 +84,9 @@ def run(request: Request, tick: Tick) -> list[Row]:
     for name, spec in specs.items():
         tick(f"{name}: weights", len(rows) / total)
         weights = random_weights(spec, request.format)
-        with megamoe.local_group(spec, ranks=request.ranks, max_tokens=bound, backend=backend) as group:
+        with megamoe.local_group(
+            spec, ranks=request.ranks, devices=request.devices, max_tokens=bound, backend=backend
+        ) as group:
             group.load(weights)
             for kind in request.routings:
                 for tokens in request.tokens:

@@ -1,8 +1,9 @@
-"""The GPU engine: time of the fused kernel and of a whole call, ranks on one GPU.
+"""The GPU engine: time of the fused kernel and of a whole call, all ranks in this process, on one GPU or several.
 
 *Paced*: the L2 is flushed, the GPU sleeps for about 10 ms, one call runs. *Sustained*: calls back to back, in bursts.
 ``kernel_us`` is the longest kernel of a call's ranks with inputs already staged, from the profiler (Kineto), so that
 launch overheads are not in it. ``e2e_us`` is a call from BF16 rows to BF16 rows, a CUDA graph's replay between events.
+Several ranks are released together by a call without tokens, which ends everywhere when all ranks have come.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ __all__ = ["EXPERTS_PER_RANK", "PROTOCOL", "benchmark", "floor_us", "plan_name",
 
 PROTOCOL: Final = (
     "GPU: kernel_us the longest kernel of a call's ranks (profiler, inputs staged), e2e_us a graph's replay between "
-    "events, BF16 in, BF16 out; paced: one call after an L2 flush and 10 ms of sleep; sustained: bursts back to back"
+    "events, the slowest GPU's, BF16 in, BF16 out; paced: one call after an L2 flush and 10 ms of sleep, several ranks "
+    "released by a call without tokens; sustained: bursts back to back"
 )
 
 MAX_TOKENS: Final = 8192
@@ -90,19 +92,27 @@ def plan_name(plan: Plan) -> str:
     return f"{tiles}-s{plan.stages}-b{plan.staging_buffers}-p{plan.pulled_rows}{waves}{lag}"
 
 
-def _kernel_times(profile: Any, ranks: int) -> list[float]:
-    events = [e for e in profile.events() if e.name == KERNEL and e.device_time > 0]
-    durations = [e.device_time for e in sorted(events, key=lambda e: e.time_range.start)]
-    return [max(durations[i : i + ranks]) for i in range(0, len(durations), ranks)]
+def _kernel_times(profile: Any, ranks: Sequence[int], skipped: int) -> list[float]:
+    """Longest kernel of each call; `ranks` on each GPU, `skipped` calls before each one that counts."""
+    by_device: dict[int, list[Any]] = {}
+    for event in profile.events():
+        if event.name == KERNEL and event.device_time > 0:
+            by_device.setdefault(event.device_index, []).append(event)
+    longest = []
+    for (_, events), own in zip(sorted(by_device.items()), ranks, strict=True):
+        times = [e.device_time for e in sorted(events, key=lambda e: e.time_range.start)]
+        calls = [max(times[i : i + own]) for i in range(0, len(times), own)]
+        longest.append(calls[skipped :: skipped + 1])
+    return [max(times) for times in zip(*longest, strict=True)]
 
 
 def _calls(
-    spec: MoESpec, kind: str, tokens: int, ranks: int, device: torch.device
+    spec: MoESpec, kind: str, tokens: int, devices: Sequence[torch.device]
 ) -> tuple[list[Call], np.ndarray[Any, Any]]:
-    ids, weights = routing(kind, tokens=tokens, ranks=ranks, experts=spec.experts, topk=spec.topk)
-    g = torch.Generator(device).manual_seed(tokens)
+    ids, weights = routing(kind, tokens=tokens, ranks=len(devices), experts=spec.experts, topk=spec.topk)
     calls = []
-    for r in range(ranks):
+    for r, device in enumerate(devices):
+        g = torch.Generator(device).manual_seed(tokens * len(devices) + r)
         x = torch.randn(tokens, spec.hidden, generator=g, device=device).bfloat16()
         calls.append(
             Call(
@@ -119,53 +129,88 @@ def _calls(
 
 
 class _Pace:
-    """Runs something once in the state that a protocol asks for."""
+    """Runs something once in the state that a protocol asks for; `together` releases several ranks at once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = sorted(set(devices), key=lambda d: d.index)
+        self._flush = [torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=d) for d in self.devices]
 
-    def paced(self, action: Callable[[], None]) -> None:
-        self._flush.zero_()
-        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    def paced(self, action: Callable[[], None], together: Callable[[], None] | None) -> None:
+        for device, flush in zip(self.devices, self._flush, strict=True):
+            flush.zero_()
+            with torch.cuda.device(device):
+                torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        if together is not None:
+            together()
         action()
 
-    def sustained(self, action: Callable[[], None]) -> None:
+    def sustained(self, action: Callable[[], None], together: Callable[[], None] | None) -> None:
         action()
 
-    def time(self, protocol: str, action: Callable[[], None], samples: int) -> list[float]:
-        """Microseconds of `samples` runs between events; sustained ones are means over a burst."""
+    def time(
+        self, protocol: str, graphs: Sequence[torch.cuda.CUDAGraph], samples: int, together: Callable[[], None] | None
+    ) -> list[float]:
+        """Microseconds of `samples` replays of each GPU's graph between events, the slowest GPU's; sustained ones are
+        means over a burst."""
         burst = 1 if protocol == "paced" else _BURST
-        pairs = []
+        taken: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         for _ in range(samples):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-            def between(start: torch.cuda.Event = start, end: torch.cuda.Event = end) -> None:
-                start.record()
+            def between(pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = pairs) -> None:
+                for device in self.devices:
+                    with torch.cuda.device(device):
+                        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                        start.record()
+                        pairs.append((start, end))
                 for _ in range(burst):
-                    action()
-                end.record()
+                    for device, graph in zip(self.devices, graphs, strict=True):
+                        with torch.cuda.device(device):
+                            graph.replay()
+                for device, (_, end) in zip(self.devices, pairs, strict=True):
+                    with torch.cuda.device(device):
+                        end.record()
 
-            getattr(self, protocol)(between)
-            pairs.append((start, end))
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) * 1e3 / burst for start, end in pairs]
+            getattr(self, protocol)(between, together)
+            taken.append(pairs)
+        for device in self.devices:
+            torch.cuda.synchronize(device)
+        return [max(start.elapsed_time(end) for start, end in pairs) * 1e3 / burst for pairs in taken]
+
+
+def _released(engine: CudaEngine, calls: Sequence[Call]) -> Callable[[], None] | None:
+    """A call without tokens, for several ranks."""
+    if len(calls) == 1:
+        return None
+    empty = [replace(call, num_tokens=0) for call in calls]
+    return lambda: engine.launch_staged(empty)
 
 
 def _measure_kernel(engine: CudaEngine, calls: list[Call], pace: _Pace, protocol: str, samples: int) -> Row:
+    together = _released(engine, calls) if protocol == "paced" else None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(samples):
-            getattr(pace, protocol)(lambda: engine.launch_staged(calls))
-        torch.cuda.synchronize()
+            getattr(pace, protocol)(lambda: engine.launch_staged(calls), together)
+        for device in pace.devices:
+            torch.cuda.synchronize(device)
     engine.check()
-    return timing(_kernel_times(profile, len(calls)))
+    ranks = [engine.devices.count(device) for device in pace.devices]
+    return timing(_kernel_times(profile, ranks, 0 if together is None else 1))
 
 
 def _measure_call(engine: CudaEngine, calls: list[Call], pace: _Pace, protocol: str, samples: int) -> Row:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        engine.forward(calls)
-    graph.replay()
-    times = pace.time(protocol, graph.replay, samples)
+    graphs = []
+    for device in pace.devices:
+        here = [r for r, own in enumerate(engine.devices) if own == device]
+        with torch.cuda.device(device):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                engine.forward_some(calls, here)
+            graphs.append(graph)
+    for device, graph in zip(pace.devices, graphs, strict=True):
+        with torch.cuda.device(device):
+            graph.replay()
+    times = pace.time(protocol, graphs, samples, _released(engine, calls))
     engine.check()
     return timing(times)
 
@@ -174,7 +219,7 @@ def _error(spec: MoESpec, weights: Sequence[ExpertWeights], calls: Sequence[Call
     """Relative error of the first rank's first tokens against the oracle."""
 
     def all_of(name: str) -> torch.Tensor:
-        parts = [getattr(part, name) for part in weights]
+        parts = [getattr(part, name).to(calls[0].x.device) for part in weights]
         return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)  # torch cannot join e4m3
 
     whole = ExpertWeights(
@@ -195,6 +240,7 @@ def benchmark(
     tokens: Sequence[int],
     *,
     ranks: int = 1,
+    devices: Sequence[int] | None = None,
     kind: str = "random",
     plans: dict[str, Plan | None] | None = None,
     max_tokens: int = MAX_TOKENS,
@@ -210,7 +256,8 @@ def benchmark(
     Args:
         name: a model of `megamoe.bench.models`.
         tokens: tokens on each rank.
-        ranks: ranks on the current GPU.
+        ranks: ranks of the group.
+        devices: the GPUs over which they are dealt in blocks; None for the current one.
         kind: routing.
         plans: by name; None chooses from the bound. Default: only that.
         max_tokens: token cap of the layer.
@@ -223,17 +270,19 @@ def benchmark(
     """
     local = experts_per_rank or EXPERTS_PER_RANK[name]
     spec = replace(model(name).spec, experts=local * ranks)
-    device = torch.device("cuda", torch.cuda.current_device())
-    weights = [replace(random_weights(spec, local, device, seed=r), first_expert=r * local) for r in range(ranks)]
-    placement = Placement(ranks=ranks, local=tuple(range(ranks)))
+    placement = Placement(ranks=ranks, local=tuple(range(ranks)), devices=None if devices is None else tuple(devices))
     engine = CudaEngine(spec, placement, Control(None), max_tokens, deadline=10.0)
     try:
+        weights = [
+            replace(random_weights(spec, local, device, seed=r), first_expert=r * local)
+            for r, device in enumerate(engine.devices)
+        ]
         engine.load(weights)
         if not check:
             weights.clear()
-        pace = _Pace(device)
+        pace = _Pace(engine.devices)
         for m in tokens:
-            calls, ids = _calls(spec, kind, m, ranks, device)
+            calls, ids = _calls(spec, kind, m, engine.devices)
             floor = floor_us(spec, ids, local)
             for label, plan in (plans or {"auto": None}).items():
                 engine.force_plan(plan)
@@ -287,6 +336,7 @@ def run(request: Request, tick: Tick) -> list[Row]:
                 name,
                 [m for m in request.tokens if m],
                 ranks=request.ranks,
+                devices=request.devices,
                 kind=kind,
                 max_tokens=max(MAX_TOKENS, *request.tokens),
                 samples=lambda m: request.samples if m < 512 else min(request.samples, 30),

@@ -43,6 +43,7 @@ class Request:
         samples: samples of each measurement.
         seconds: time after which a measurement stops early, but not below three samples.
         check: compare each measured output with the oracle.
+        devices: GPUs over which the ranks are dealt in blocks, or None for the current one.
     """
 
     models: tuple[str, ...]
@@ -55,3 +56,9 @@ class Request:
     samples: int
     seconds: float
     check: bool
+    devices: tuple[int, ...] | None = None
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that take part where the GPU engine runs."""
+        return 1 if self.devices is None else len(self.devices)

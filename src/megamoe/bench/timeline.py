@@ -60,7 +60,7 @@ def record(
     spec = replace(model(name).spec, experts=local * ranks)
     engine = CudaEngine(spec, Placement(ranks=ranks, local=tuple(range(ranks))), Control(None), tokens, trace=True)
     try:
-        device = engine.device
+        device = engine.devices[0]
         weights = [
             replace(mega.random_weights(spec, local, device, seed=r), first_expert=r * local) for r in range(ranks)
         ]
@@ -68,7 +68,7 @@ def record(
         plan = replace(engine.plan_for(tokens), trace=True)
         engine.force_plan(plan)
         engine.warmup(tokens)
-        calls, _ = mega._calls(spec, routing, tokens, ranks, device)
+        calls, _ = mega._calls(spec, routing, tokens, engine.devices)
         for _ in range(3):
             engine.forward(calls)
         engine.check()

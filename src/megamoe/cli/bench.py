@@ -17,13 +17,13 @@ from megamoe.spec import WeightFormat
 __all__ = ["command"]
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str, what: str = "tokens", example: str = "--tokens 1,32,512") -> tuple[int, ...]:
     try:
         values = tuple(int(word) for word in text.split(","))
     except ValueError:
         values = ()
     if not values or min(values) < 0:
-        raise InputError("tokens", text, "numbers from 0, separated by commas", "For example: --tokens 1,32,512.")
+        raise InputError(what, text, "numbers from 0, separated by commas", f"For example: {example}.")
     return values
 
 
@@ -32,6 +32,9 @@ def command(
     model: Annotated[str, typer.Option(help="flash, pro, mimo, v3, qwen3; several separated by commas.")] = "qwen3",
     tokens: Annotated[str, typer.Option(help="Tokens on each rank, separated by commas.")] = "1,8,32,128",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in this process.")] = 1,
+    devices: Annotated[
+        str | None, typer.Option(help="GPUs over which the ranks are dealt in blocks, separated by commas.")
+    ] = None,
     experts: Annotated[
         int | None, typer.Option(help="Experts over all ranks; 0 for the model's own number. Weights must fit.")
     ] = 16,
@@ -66,6 +69,7 @@ def command(
         samples=samples,
         seconds=seconds,
         check=check,
+        devices=None if devices is None else _numbers(devices, "devices", "--devices 0,1"),
     )
     module = import_module(TOPICS[topic])
     with _console.progress(quiet=as_json) as display:
@@ -74,7 +78,7 @@ def command(
             request, lambda what, part: display.update(task, description=what, completed=round(100 * part))
         )
     device = "cpu" if all(row.get("variant") == "cpu" for row in rows) else "cuda"
-    about = facts(topic, device=device, gpus=0 if device == "cpu" else 1, protocol=module.PROTOCOL)
+    about = facts(topic, device=device, gpus=0 if device == "cpu" else request.gpus, protocol=module.PROTOCOL)
     document: dict[str, Any] = {**about, "rows": rows}
     if out is not None:
         path = result_path(out, topic, device_slug(device), about["gpus"])

@@ -29,7 +29,7 @@ class CpuEngine:
     name = "cpu"
 
     def __init__(self, spec: MoESpec, placement: Placement, control: Control, max_tokens: int) -> None:
-        self.device = torch.device("cpu")
+        self.devices = (torch.device("cpu"),) * len(placement.local)
         self._spec = spec
         self._placement = placement
         self._control = control
@@ -67,6 +67,9 @@ class CpuEngine:
 
     def check(self) -> None:
         """Nothing is outstanding after a call."""
+
+    def connect(self) -> None:
+        """The connections of `control` are all that this engine needs."""
 
     def reset(self) -> None:
         self._control.reset()

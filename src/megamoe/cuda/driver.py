@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from megamoe.errors import EngineError
 
@@ -109,6 +109,14 @@ class Driver(Protocol):
 
     def peer(self, source: int, target: int) -> PeerInfo: ...
 
+    def enable_peer(self, source: int, target: int) -> None: ...
+
+    def allocate(self, ordinal: int, nbytes: int) -> int: ...
+
+    def free(self, ordinal: int, pointer: int) -> None: ...
+
+    def store_words(self, ordinal: int, pointer: int, words: Sequence[int]) -> None: ...
+
     def load(self, cubin: bytes) -> int: ...
 
     def unload(self, library: int) -> None: ...
@@ -133,24 +141,38 @@ class Driver(Protocol):
 
 
 class _Prepared:
-    """A launch configuration that is patched in place, and what it holds now."""
+    """A launch configuration that is patched in place, what it holds now, and where it and its function are for C."""
 
-    __slots__ = ("config", "function", "grid", "stream")
+    __slots__ = ("address", "config", "function", "grid", "handle", "launcher", "stream")
 
-    def __init__(self, config: Any, function: Any) -> None:
+    def __init__(self, config: Any, function: Any, launcher: Callable[..., int]) -> None:
         self.config = config
         self.function = function
         self.grid = 1
         self.stream = 0
+        self.address = ctypes.c_void_p(int(config.getPtr()))
+        self.handle = ctypes.c_void_p(int(function))
+        self.launcher = launcher
+
+
+def _launch_kernel_ex() -> Callable[..., int]:
+    """cuLaunchKernelEx itself, which takes addresses: the bindings' function copies every field of a launch anew."""
+    found = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    found.restype = ctypes.c_int
+    return cast("Callable[..., int]", found)
 
 
 class Libcuda:
-    """The real driver, through ``cuda.bindings.driver``. Make it with `open_driver`."""
+    """The real driver, through ``cuda.bindings.driver``. Make it with `open_driver`.
+
+    `launcher` stands in tests for cuLaunchKernelEx as C has it: configuration, function, arguments and null, by address.
+    """
 
     device_type = "cuda"
 
-    def __init__(self, bindings: Any) -> None:
+    def __init__(self, bindings: Any, launcher: Callable[..., int] | None = None) -> None:
         self._d = bindings
+        self._launcher = launcher
         self._success = bindings.CUresult.CUDA_SUCCESS
         self._ok = int(self._success)
         self._contexts: dict[int, tuple[Any, int]] = {}
@@ -210,6 +232,35 @@ class Libcuda:
         return PeerInfo(
             source, target, access, bool(fact("NATIVE_ATOMIC_SUPPORTED")), fact("PERFORMANCE_RANK") if access else 0
         )
+
+    def enable_peer(self, source: int, target: int) -> None:
+        """Let kernels of GPU `source` read and write the memory of GPU `target`; again does nothing."""
+        with self.use_device(source):
+            result = self._d.cuCtxEnablePeerAccess(self._context(target)[0], 0)
+        if int(result[0]) != int(self._d.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+            self._check("cuCtxEnablePeerAccess", result)
+
+    def allocate(self, ordinal: int, nbytes: int) -> int:
+        """Address of `nbytes` of GPU `ordinal`; not by torch, whose expandable segments are not mapped for peers."""
+        with self.use_device(ordinal):
+            return int(self._check("cuMemAlloc", self._d.cuMemAlloc(nbytes)))
+
+    def free(self, ordinal: int, pointer: int) -> None:
+        """Free what `allocate` returned."""
+        with self.use_device(ordinal):
+            self._check("cuMemFree", self._d.cuMemFree(pointer))
+
+    def store_words(self, ordinal: int, pointer: int, words: Sequence[int]) -> None:
+        """Write 32-bit `words` to memory that GPU `ordinal` reaches, on a stream of its own, and wait for it."""
+        d = self._d
+        with self.use_device(ordinal):
+            stream = self._check("cuStreamCreate", d.cuStreamCreate(d.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            try:
+                for i, word in enumerate(words):
+                    self._check("cuMemsetD32Async", d.cuMemsetD32Async(pointer + 4 * i, word, 1, stream))
+                self._check("cuStreamSynchronize", d.cuStreamSynchronize(stream))
+            finally:
+                self._check("cuStreamDestroy", d.cuStreamDestroy(stream))
 
     def load(self, cubin: bytes) -> int:
         """Load a cubin for every GPU it fits; the handle is for `kernel` and `unload`."""
@@ -281,7 +332,9 @@ class Libcuda:
             c.attrs = attributes
         c.numAttrs = len(attributes)
         # A kernel handle is taken in place of a function: CUDA finds the function of the stream's context.
-        return _Prepared(c, d.CUfunction(kernel))
+        if self._launcher is None:
+            self._launcher = _launch_kernel_ex()
+        return _Prepared(c, d.CUfunction(kernel), self._launcher)
 
     def launch(self, prepared: _Prepared, arguments: int, grid: int, stream: int) -> None:
         """Launch `grid` blocks; `arguments` is the address of an array of addresses, one per kernel parameter."""
@@ -289,9 +342,9 @@ class Libcuda:
             prepared.grid = prepared.config.gridDimX = grid
         if prepared.stream != stream:
             prepared.stream = prepared.config.hStream = stream
-        result = self._d.cuLaunchKernelEx(prepared.config, prepared.function, arguments, 0)
-        if result[0] is not self._success:
-            self._check("cuLaunchKernelEx", result)
+        code = prepared.launcher(prepared.address, prepared.handle, ctypes.c_void_p(arguments), None)
+        if code:
+            self._check("cuLaunchKernelEx", (self._d.CUresult(code),))
 
     def max_active_clusters(self, config: LaunchConfig, kernel: int, ordinal: int) -> int:
         """How many clusters (blocks, without clusters) of `kernel` GPU `ordinal` holds at once."""

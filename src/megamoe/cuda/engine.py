@@ -1,33 +1,35 @@
 """The GPU engine: the ranks of this process, each one staging kernel and one fused kernel a call.
 
-One rank runs on the caller's stream. Several ranks of one process share a GPU: each has its part of the SMs and its own
-stream, forked from the caller's stream and joined to it again, so that their kernels run side by side.
+A rank that has its GPU to itself runs on the caller's stream there. Ranks of one process that share a GPU have each
+their part of the SMs and a stream, forked from the caller's stream and joined to it again, so that they run side
+by side. Ranks of several processes have a GPU each.
 """
 
 from __future__ import annotations
 
-import logging
-import math
+import contextlib
 import weakref
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
-from megamoe.cuda.arena import ERROR_WORDS, TRACE_EVENTS, TRACE_ROLES, Params, allocation_report
-from megamoe.cuda.call_staging import Target
+from megamoe.cuda.arena import ARENA, TRACE_EVENTS, TRACE_ROLES, allocation_report, offsets
 from megamoe.cuda.driver import Driver, LaunchConfig, open_driver
-from megamoe.cuda.fused import KERNEL, Buffers, fill_params, sizes_of
+from megamoe.cuda.faults import raise_reported
+from megamoe.cuda.fused import KERNEL, Buffers, sizes_of
 from megamoe.cuda.gpu import Gpu, TorchGpu
-from megamoe.cuda.hosting import ordinal_of, refusal
-from megamoe.cuda.launch import Kernel, aligned, needs_context
-from megamoe.cuda.memory import acquire, host_words, release
+from megamoe.cuda.hosted import HostedRank
+from megamoe.cuda.hosting import ordinals_of, refusal
+from megamoe.cuda.launch import Kernel, needs_context
+from megamoe.cuda.layer_weights import LayerWeights
+from megamoe.cuda.memory import ABORTED, EXPIRED, Place, Workspace, find, release, take
+from megamoe.cuda.peers import Arenas, local_arenas, symmetric_arenas
 from megamoe.cuda.plan import THREADS, Plan
-from megamoe.cuda.relayout import KernelWeights, relayout, weight_shapes
 from megamoe.cuda.select import select_plan
 from megamoe.engine import Call, Placement
-from megamoe.errors import ClosedError, DeadlineError, EngineError, InputError, MegaMoEError
+from megamoe.errors import ClosedError, EngineError, MegaMoEError
 from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights
 
@@ -36,32 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaEngine"]
 
-_log = logging.getLogger("megamoe")
-
-_PHASES: Final = {
-    1: "the peers' route counts",
-    2: "this rank's own counts",
-    3: "the route table",
-    4: "token rows",
-    5: "the intermediate",
-    6: "the peers' results",
-}
-"""`Phase` of kernels/sync.cuh, in words."""
-
-_OUT_ALIGNMENT: Final = 16
-"""Bytes of the fused kernel's stores: address and row stride of `out`; others get their rows through a copy."""
-
-
-@dataclass
-class _Rank:
-    """What a layer itself has for one hosted rank."""
-
-    rank: int
-    params: Params
-    target: Target
-    received: torch.Tensor
-    errors: torch.Tensor
-    words: Any
+_NOTHING: Final[contextlib.AbstractContextManager[None]] = contextlib.nullcontext()
 
 
 class CudaEngine:
@@ -69,14 +46,14 @@ class CudaEngine:
 
     Args:
         spec: the layer; FP8 block weights.
-        placement: the ranks of this process. Ranks in other processes are not supported by this engine yet.
+        placement: the ranks of this process: all ranks of the group, or one.
         control: the group's control channel.
         max_tokens: token cap of a rank.
-        sm_reserve: SMs that the kernel leaves to others.
+        sm_reserve: SMs of each GPU that the kernels leave to others.
         deadline: seconds that a wait inside the kernel may take; None: the control channel's.
         plan: use this plan for every call; None: chosen from the bound of a call.
         trace: provide memory for the time stamps of tracing plans.
-        driver, gpu: for tests; by default the real ones.
+        driver, gpus: for tests; by default the real ones.
 
     Raises:
         EngineError: no usable GPU, a placement that this engine cannot host, or too little memory.
@@ -96,62 +73,104 @@ class CudaEngine:
         plan: Plan | None = None,
         trace: bool = False,
         driver: Driver | None = None,
-        gpu: Gpu | None = None,
+        gpus: Callable[[int], Gpu] | None = None,
     ) -> None:
         self._driver = driver if driver is not None else open_driver()
-        refused = refusal(spec, placement, max_tokens, self._driver)
+        refused = refusal(spec, placement, max_tokens, self._driver, sm_reserve=sm_reserve)
         if refused is not None:
             raise refused
         self.spec = spec
-        self._ordinal = ordinal_of(placement) if gpu is None else 0
-        self._gpu: Gpu = gpu if gpu is not None else TorchGpu(self._ordinal)
-        self.device = self._gpu.device
-        ranks = placement.ranks
-        self._grid = max(1, (self._driver.device(self._ordinal).multiprocessors - sm_reserve) // ranks)
-        sizes = sizes_of(spec, ranks, max_tokens)
+        self._control = control
+        self._local = placement.local
+        self._alone = len(placement.local) == placement.ranks
+        """Whether all ranks are here."""
+        if gpus is None:
+            self._seats = ordinals_of(placement)
+            self._gpus: dict[int, Gpu] = {o: TorchGpu(o, self._driver) for o in set(self._seats)}
+        else:
+            self._seats = ordinals_of(placement) if placement.devices else (0,) * len(placement.local)
+            self._gpus = {ordinal: gpus(ordinal) for ordinal in set(self._seats)}
+        self.devices = tuple(self._gpus[ordinal].device for ordinal in self._seats)
+        self._grids = [
+            max(1, (self._driver.device(ordinal).multiprocessors - sm_reserve) // self._seats.count(ordinal))
+            for ordinal in self._seats
+        ]
+        sizes = sizes_of(spec, placement.ranks, max_tokens)
         if plan is not None and plan.keep_intermediate:
             sizes = replace(sizes, keep_intermediate=True)
         if trace:
-            sizes = replace(sizes, trace_words=self._grid * TRACE_ROLES * TRACE_EVENTS)
+            sizes = replace(sizes, trace_words=max(self._grids) * TRACE_ROLES * TRACE_EVENTS)
         self._sizes = sizes
         self._plan = plan
         self._deadline = control.deadline if deadline is None else deadline
-        self._kernels: dict[Plan, list[Kernel]] = {}
+        self._kernels: dict[tuple[Plan, ...], list[Kernel]] = {}
         self._by_bound: dict[int, list[Kernel]] = {}
         self._closed = False
-        self._workspace = acquire(self._driver, self._gpu, self._ordinal, sizes, spec.input_scales)
+        self._release: weakref.finalize[..., CudaEngine] | None = None
+        self._ranks: list[HostedRank] = []
+        hosted = [(rank, self._gpus[ordinal]) for rank, ordinal in zip(self._local, self._seats, strict=True)]
+        self._weights = LayerWeights(spec, sizes.local_experts, hosted)
+        if self._alone:
+            self.connect()
+
+    def connect(self) -> None:
+        """Make or share the workspace, and reach the arenas of all ranks. Collective; again does nothing.
+
+        Raises:
+            EngineError: too little memory here, or a peer that is not reached.
+            PeerError: another rank has, or does not.
+        """
+        if self._release is not None:
+            return
+        key = (id(self._driver), self._seats, self._sizes, self.spec.input_scales, self._control.members)
+        live = find(key)
+        shared = live is not None
+        if not self._alone:
+            # Shared only where every rank still has the same one: a layer that was dropped may be collected late.
+            tokens = self._control.agree("connect", numbers=[int(live.token, 16) if live is not None else 0])
+            shared = live is not None and all(numbers == tokens[0] for numbers in tokens)
+        workspace = self._workspace = take(key, self._make_workspace, anew=not shared)
         # Also for a layer that is dropped without close(): its share must not stay for ever.
-        self._release = weakref.finalize(self, release, self._workspace)
+        self._release = weakref.finalize(self, release, workspace)
         self._release.atexit = False  # the process takes its memory with it, and CUDA may be gone by then
         try:
-            self._weights: list[KernelWeights] = []
-            self._ranks = [self._make_rank(r) for r in range(ranks)]
+            self._ranks = [
+                HostedRank(workspace, index, rank, grid)
+                for index, (rank, grid) in enumerate(zip(self._local, self._grids, strict=True))
+            ]
         except BaseException:
             self._release()
             raise
+        self._errors = [(rank.rank, rank.words) for rank in self._ranks]
+        self._watched = [(workspace.words[rank.index], rank.words) for rank in self._ranks]
 
-    def _make_rank(self, rank: int) -> _Rank:
-        buffers = self._workspace.buffers[rank]
-        errors = self._gpu.pinned(ERROR_WORDS)
-        names = ("x", "x_scales", "ids", "route_weights")
-        return _Rank(
-            rank=rank,
-            params=aligned(Params),
-            target=Target(*(buffers.view(name).data_ptr() for name in names)),
-            received=self._gpu.zeros(f"counters of rank {rank}", (self._sizes.local_experts,), torch.int64),
-            errors=errors,
-            words=host_words(errors),
+    def _make_workspace(self) -> Workspace:
+        gpus = [self._gpus[ordinal] for ordinal in self._seats]
+
+        def arenas(nbytes: int) -> Arenas:
+            if self._alone:
+                return local_arenas(self._driver, gpus, self._seats, nbytes)
+            word = offsets(ARENA, self._sizes)[[field.name for field in ARENA].index("done")]
+            return symmetric_arenas(self._control, self._driver, self._seats[0], nbytes, word)
+
+        return Workspace(
+            self._driver, self._seats, self._gpus, self._sizes, self.spec.input_scales, arenas, self._control.token
         )
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of one rank: ``arena`` and ``workspace``, which all layers of these sizes share, and ``weights``."""
-        shapes = weight_shapes(self.spec, self._sizes.local_experts)
-        weights = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-        return {**allocation_report(self._sizes), "weights": weights}
+        """Bytes of one rank: ``arena`` and ``workspace``, which all layers of these sizes share, and ``weights``, which
+        are those of a copy until weights are loaded that are read in place."""
+        return {**allocation_report(self._sizes), "weights": self._weights.nbytes}
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """Fields of `ExpertWeights` of which the engine has a copy."""
+        return self._weights.copied
 
     def load(self, weights: Sequence[ExpertWeights]) -> None:
-        """Lay the hosted ranks' weights out for the kernel, in the memory that earlier weights had.
+        """Lay the hosted ranks' weights out for the kernel, in the memory that earlier weights had, or read them where
+        they are (`LayerWeights`).
 
         Raises:
             EngineError: weights that this engine does not take, or too little memory; earlier weights stay.
@@ -166,76 +185,55 @@ class CudaEngine:
                     "Convert them explicitly: megamoe.checkpoint(path, layer=n, convert_to='fp8_block') "
                     "(or megamoe.formats.convert.convert); or make the layer with backend='cpu'.",
                 )
-        if not self._weights:
-            self._weights = self._allocate_weights()
+        self._synchronize()  # calls on any stream may still read the earlier weights
+        if self._weights.reserve(weights):
             self._fill()
-        self._gpu.synchronize()  # calls on any stream may still read the earlier weights
-        for one, target in zip(weights, self._weights, strict=True):
-            relayout(self.spec, one, target)
+            self._by_bound.clear()
+        self._weights.write(weights)
         for rank in self._ranks:
             rank.received.zero_()
-        self._gpu.synchronize()
+        self._synchronize()
 
-    def _allocate_weights(self) -> list[KernelWeights]:
-        names = ("w13", "w13_scales", "w2", "w2_scales")
-        shapes = weight_shapes(self.spec, self._sizes.local_experts)
-        _log.info("GPU engine: weights, %.1f MiB a rank", self.memory["weights"] / 2**20)
-        made = []
-        for r in range(self._sizes.ranks):
-            parts = {
-                name: self._gpu.zeros(f"{name} of rank {r}", shape, dtype)
-                for name, (shape, dtype) in zip(names, shapes, strict=True)
-            }
-            made.append(KernelWeights(**parts))
-        return made
+    def _synchronize(self) -> None:
+        for gpu in self._gpus.values():
+            gpu.synchronize()
 
     def _fill(self) -> None:
-        workspace = self._workspace
-        arenas = [buffers.arena.data_ptr() for buffers in workspace.buffers]
-        for rank, weights in zip(self._ranks, self._weights, strict=True):
-            fill_params(
-                rank.params,
-                self.spec,
-                rank.rank,
-                workspace.buffers[rank.rank],
-                arenas,
-                weights,
-                timeout_ns=int(self._deadline * 1e9),
-                report=workspace.reports[rank.rank].data_ptr(),
-                errors=rank.errors.data_ptr(),
-                received=rank.received.data_ptr(),
-            )
+        for rank, weights in zip(self._ranks, self._weights.parts, strict=True):
+            rank.fill(self._driver, self.spec, weights, self._deadline)
 
     def plan_for(self, bound: int) -> Plan:
-        """The plan of calls with this bound."""
+        """The plan of calls with this bound, for weights as the first hosted rank has them."""
+        layout = self._weights.parts[0].layout if self._weights.parts else "tiles"
         if self._plan is not None:
-            return self._plan
+            return replace(self._plan, weights=layout)
         plan = select_plan(self._sizes, bound)
         # Far beyond the deadline of any wait for a peer, as it is for the default deadline of 300 s.
-        return replace(plan, pipeline_limit_ticks=max(2, round(self._deadline)))
+        return replace(plan, weights=layout, pipeline_limit_ticks=max(2, round(self._deadline)))
 
     def _kernels_for(self, bound: int) -> list[Kernel]:
         kernels = self._by_bound.get(bound)
         if kernels is not None:
             return kernels
         plan = self.plan_for(bound)
-        kernels = self._kernels.get(plan)
+        plans = tuple(replace(plan, weights=part.layout) for part in self._weights.parts) or (plan,) * len(self._ranks)
+        kernels = self._kernels.get(plans)
         if kernels is None:
             workspace = self._workspace
-            if self._gpu.capturing():
+            if self._capturing():
                 raise EngineError(
                     "call",
                     f"the first call with bound {bound} inside a CUDA graph capture",
                     "a warmed-up layer: its kernel cannot be loaded in a capture",
                     f"Call warmup({bound}) before the capture.",
                 )
-            config = LaunchConfig(
-                threads=THREADS, dynamic_shared=plan.shared(self._sizes).total, dependent=workspace.dependent
-            )
-            library = workspace.library(plan)
-            pairs = zip(workspace.maps, self._ranks, strict=True)
-            kernels = [Kernel(library, KERNEL, self._ordinal, config, [maps, rank.params]) for maps, rank in pairs]
-            self._kernels[plan] = kernels
+            shared = plan.shared(self._sizes).total
+            kernels = []
+            for p, rank in zip(plans, self._ranks, strict=True):
+                config = LaunchConfig(threads=THREADS, dynamic_shared=shared, dependent=rank.place.dependent)
+                arguments = [rank.maps, rank.params]
+                kernels.append(Kernel(workspace.library(p), KERNEL, rank.place.ordinal, config, arguments))
+            self._kernels[plans] = kernels
         self._by_bound[bound] = kernels
         return kernels
 
@@ -258,76 +256,95 @@ class CudaEngine:
         """`forward` on the inputs that the last call staged: for measuring the kernel alone."""
         self._run(calls, stage=False)
 
-    def _run(self, calls: Sequence[Call], *, stage: bool = True, launched: Collection[int] | None = None) -> None:
-        """One call; with `launched`, only these ranks' kernels start (how tests make peers wait in vain)."""
+    def forward_some(self, calls: Sequence[Call], ranks: Collection[int]) -> None:
+        """The part of a call that these ranks have in it: for a graph of each GPU, and for ranks that do not come."""
+        self._run(calls, ranks=ranks)
+
+    def _run(self, calls: Sequence[Call], *, stage: bool = True, ranks: Collection[int] | None = None) -> None:
         self._usable()
-        self._raise_reported()
+        for report, errors in self._watched:  # the usual case, in a fraction of the time of `raise_reported`
+            if report[EXPIRED] or report[ABORTED] or errors[0] or errors[1]:
+                self._raise_reported()
         with self._workspace.lock:
             kernels = self._by_bound.get(calls[0].bound) or self._kernels_for(calls[0].bound)
-            stream = self._gpu.stream()
-            if needs_context(stream) and not self._driver.is_current(self._ordinal):
-                with self._driver.use_device(self._ordinal):
-                    self._enqueue(calls, kernels, stream, stage, launched)
+            if self._weights.watch and self._capturing():
+                self._weights.capture()
+            if len(calls) == 1:
+                self._enqueue_one(calls[0], kernels[0], stage)
             else:
-                self._enqueue(calls, kernels, stream, stage, launched)
+                self._enqueue(calls, kernels, stage, self._local if ranks is None else ranks)
 
-    def _enqueue(
-        self,
-        calls: Sequence[Call],
-        kernels: Sequence[Kernel],
-        stream: int,
-        stage: bool,
-        launched: Collection[int] | None,
-    ) -> None:
-        workspace = self._workspace
-        if stream != workspace.last_stream:
-            if not self._gpu.capturing():
-                workspace.last_stream = stream
-            workspace.gpu.follow()
-        if len(calls) == 1:
-            call, rank = calls[0], self._ranks[0]
-            if stage:
-                self._stage(rank, call, stream)
-            out = _aligned(call.out)
-            self._start(rank, kernels[0], call, out, stream)
-            if out is not call.out:
-                call.out.copy_(out)
-            return
+    def _capturing(self) -> bool:
+        return any(gpu.capturing() for gpu in self._gpus.values())
+
+    def _context(self, place: Place, stream: int) -> contextlib.AbstractContextManager[None]:
+        """What makes the GPU's context current, where a launch into `stream` needs it and it is not."""
+        if needs_context(stream) and not self._driver.is_current(place.ordinal):
+            return self._driver.use_device(place.ordinal)
+        return _NOTHING
+
+    def _caller_stream(self, place: Place) -> int:
+        """Handle of the caller's stream, which waits for the last call if that was on another one."""
+        stream = place.gpu.stream()
+        if stream != place.last_stream:
+            if not place.gpu.capturing():
+                place.last_stream = stream
+            place.gpu.follow()
+        return stream
+
+    def _enqueue_one(self, call: Call, kernel: Kernel, stage: bool) -> None:
+        rank = self._ranks[0]
+        stream = self._caller_stream(rank.place)
+        out = rank.storable(call.out)
+        if needs_context(stream) and not self._driver.is_current(rank.place.ordinal):
+            with self._driver.use_device(rank.place.ordinal):
+                self._launch(rank, call, kernel, out, stream, stage)
+        else:
+            self._launch(rank, call, kernel, out, stream, stage)
+        if out is not call.out:
+            call.out.copy_(out)
+
+    @staticmethod
+    def _launch(rank: HostedRank, call: Call, kernel: Kernel, out: torch.Tensor, stream: int, stage: bool) -> None:
+        if stage:
+            rank.stage(call, stream)
+        rank.start(kernel, call, out, stream)
+
+    def _enqueue(self, calls: Sequence[Call], kernels: Sequence[Kernel], stage: bool, ranks: Collection[int]) -> None:
+        chosen = [
+            (r, call, kernel) for r, call, kernel in zip(self._ranks, calls, kernels, strict=True) if r.rank in ranks
+        ]
+        places = [p for p in self._workspace.places if any(r.place is p for r, _, _ in chosen)]
+        # In a capture one GPU's stream is the root of the graph, and what runs on the other GPUs is forked from it.
+        root = next((p.gpu for p in places if p.gpu.capturing()), None)
+        streams: dict[int, int] = {}
+        sharing, forked = [], []
+        for place in places:
+            if root is not None and not place.gpu.capturing():
+                streams.update(zip(place.hosted, place.gpu.fork(len(place.hosted), root), strict=True))
+                forked.append((place.gpu, root))
+                continue
+            streams.update(dict.fromkeys(place.hosted, self._caller_stream(place)))
+            if len(place.hosted) > 1:
+                sharing.append(place)
         # All ranks' inputs are staged before the first kernel: it waits for its peers', and whatever stood between the
         # launches of two ranks would lengthen that wait.
         if stage:
-            for rank, call in zip(self._ranks, calls, strict=True):
-                self._stage(rank, call, stream)
-        outs = [_aligned(call.out) for call in calls]
-        streams = workspace.gpu.fork(len(calls))
-        for rank, kernel, call, out, own in zip(self._ranks, kernels, calls, outs, streams, strict=True):
-            if launched is None or rank.rank in launched:
-                self._start(rank, kernel, call, out, own)
-        workspace.gpu.join()
-        for call, out in zip(calls, outs, strict=True):
+            for rank, call, _ in chosen:
+                with self._context(rank.place, streams[rank.index]):
+                    rank.stage(call, streams[rank.index])
+        outs = [rank.storable(call.out) for rank, call, _ in chosen]
+        for place in sharing:
+            streams.update(zip(place.hosted, place.gpu.fork(len(place.hosted)), strict=True))
+            forked.append((place.gpu, place.gpu))
+        for (rank, call, kernel), out in zip(chosen, outs, strict=True):
+            with self._context(rank.place, streams[rank.index]):
+                rank.start(kernel, call, out, streams[rank.index])
+        for gpu, origin in forked:
+            gpu.join(origin)
+        for (_, call, _), out in zip(chosen, outs, strict=True):
             if out is not call.out:
                 call.out.copy_(out)
-
-    def _stage(self, rank: _Rank, call: Call, stream: int) -> None:
-        count = call.num_tokens
-        self._workspace.stager(
-            call.x,
-            call.scales,
-            call.expert_ids,
-            call.expert_weights,
-            0 if isinstance(count, int) else count.data_ptr(),
-            rank.target,
-            stream,
-        )
-
-    def _start(self, rank: _Rank, kernel: Kernel, call: Call, out: torch.Tensor, stream: int) -> None:
-        params, count = rank.params, call.num_tokens
-        if isinstance(count, int):
-            params.tokens, params.num_tokens = count, 0
-        else:
-            params.tokens, params.num_tokens = call.x.shape[0], count.data_ptr()
-        params.out, params.out_stride = out.data_ptr(), out.stride(0)
-        kernel.launch_here(self._grid, stream)
 
     def buffers(self, index: int) -> Buffers:
         """Memory of the `index`-th hosted rank, as its last call left it: for inspection."""
@@ -335,20 +352,28 @@ class CudaEngine:
 
     def stamps(self, index: int) -> torch.Tensor:
         """Time stamps of the `index`-th hosted rank's last call: int64 ``[CTAs, roles, events]``, see trace.cuh."""
-        return self._workspace.buffers[index].view("trace").view(self._grid, TRACE_ROLES, TRACE_EVENTS).cpu()
+        return (
+            self._workspace.buffers[index].view("trace").view(-1, TRACE_ROLES, TRACE_EVENTS)[: self._grids[index]].cpu()
+        )
 
     def refuse(self, error: MegaMoEError) -> NoReturn:
-        """All ranks are in this process: the error reaches them all."""
-        raise error
+        """Raise `error`; peers in other processes, whose kernels wait for this rank, learn of it by the abort word."""
+        if self._alone or self._capturing() or self._workspace.broken is not None:
+            raise error
+        rank = self._local[0]
+        self._workspace.broken = f"rank {rank} refused a call ({error})"
+        self._workspace.raise_abort(0, rank)
+        way_out = f"{error.way_out} The other ranks were told: call reset() on every rank."
+        raise type(error)(error.argument, error.given, error.allowed, way_out) from error
 
     def stats(self, index: int) -> torch.Tensor:
         """Routes received by each expert of the `index`-th hosted rank; waits for outstanding work."""
-        self._gpu.synchronize()
+        self._synchronize()
         return self._ranks[index].received.clone().cpu()
 
     def clear_stats(self) -> None:
         """Set the counters to zero; waits for outstanding work."""
-        self._gpu.synchronize()
+        self._synchronize()
         for rank in self._ranks:
             rank.received.zero_()
 
@@ -359,41 +384,24 @@ class CudaEngine:
             DeadlineError: a wait inside a kernel expired; `reset` first.
             InputError: a call had an id or a token count out of range; the layer stays usable.
         """
-        self._gpu.synchronize()
+        self._synchronize()
         self._raise_reported()
 
     def _raise_reported(self) -> None:
-        workspace = self._workspace
-        expired = workspace.expired() if workspace.broken is None else None
-        if expired is not None:
-            phase = _PHASES.get(expired.phase, str(expired.phase))
-            workspace.broken = (
-                f"rank {expired.rank} waited for {phase} ({expired.index}): "
-                f"awaited {expired.awaited}, saw {expired.seen}"
-            )
-            raise DeadlineError(
-                "call", workspace.broken, f"an answer within {self._deadline:g} s", "Call reset() on the layer."
-            )
-        for rank in self._ranks:
-            bad_id, bad_count = rank.words[0], rank.words[1]
-            if bad_id or bad_count:
-                rank.words[0] = rank.words[1] = 0
-                what = "expert_ids" if bad_id else "num_tokens"
-                allowed = f"-1 to {self.spec.experts - 1}" if bad_id else "0 to the rows of x"
-                raise InputError(
-                    what,
-                    f"a value out of range on rank {rank.rank} in an earlier call",
-                    allowed,
-                    "That call skipped such routes, and took a count over the rows of x as all of them.",
-                )
+        raise_reported(self._workspace, self._errors, self.spec, self._deadline)
 
     def reset(self) -> None:
         """Bring the workspace back to its beginning, for all layers that share it; afterwards calls work again."""
         if self._closed:
             self._usable()
-        self._workspace.reset()
+        self._synchronize()  # every wait inside a kernel has a deadline
+        if not self._alone:
+            self._control.reset()  # all ranks' kernels have ended
+        self._workspace.clear()
         for rank in self._ranks:
             rank.errors.zero_()
+        if not self._alone:
+            self._control.agree("reset")  # all ranks' arenas are cleared
 
     def _usable(self) -> None:
         if self._closed:
@@ -406,17 +414,11 @@ class CudaEngine:
         if self._closed:
             return
         self._closed = True
-        self._gpu.synchronize()
+        self._synchronize()
         self._kernels.clear()
         self._by_bound.clear()
         self._ranks.clear()
         self._weights.clear()
-        del self._workspace
-        self._release()
-
-
-def _aligned(out: torch.Tensor) -> torch.Tensor:
-    """`out`, or a copy that the kernel can store to; rows past the count keep what they hold in either."""
-    if out.data_ptr() % _OUT_ALIGNMENT == 0 and (out.stride(0) * 2 % _OUT_ALIGNMENT == 0 or out.shape[0] <= 1):
-        return out
-    return out.clone(memory_format=torch.contiguous_format)
+        if self._release is not None:
+            del self._workspace
+            self._release()

@@ -22,7 +22,7 @@ from megamoe.cuda.relayout import KernelWeights
 from megamoe.cuda.toolchain import Job
 from megamoe.spec import BLOCK, MoESpec
 
-__all__ = ["KERNEL", "SOURCE", "Buffers", "Maps", "fill_params", "job", "sizes_of", "tensor_maps"]
+__all__ = ["KERNEL", "SOURCE", "Buffers", "Maps", "fill_params", "job", "sizes_of", "tensor_maps", "weight_maps"]
 
 SOURCE: Final = "mega_sm90.cu"
 KERNEL: Final = "mega"
@@ -39,9 +39,9 @@ _DTYPES: Final = {
 
 
 class Maps(ctypes.Structure):
-    """The kernel's first parameter, see `tensor_maps`."""
+    """The kernel's first parameter, see `tensor_maps` and `weight_maps`."""
 
-    _fields_ = (("maps", TensorMap * 4),)
+    _fields_ = (("pools", TensorMap * 4), ("weights", TensorMap * 2))
 
 
 def sizes_of(spec: MoESpec, ranks: int, max_tokens: int) -> Sizes:
@@ -132,11 +132,21 @@ def fill_params(
 
 
 def tensor_maps(own: Buffers) -> tuple[TensorMapSpec, ...]:
-    """The kernel's maps in order: boxes of 128 rows of the input and intermediate pools, then boxes of 8 rows."""
+    """Maps of the pools, in order: boxes of 128 rows of input and intermediate, then boxes of 8 rows."""
     sizes = own.sizes
     pools = ((own.view("x_pool").data_ptr(), sizes.hidden), (own.view("h_pool").data_ptr(), sizes.intermediate))
     return tuple(
         TensorMapSpec(pointer, "uint8", (width, sizes.pool_rows), (width,), (BLOCK, rows))
         for rows in (128, 8)
         for pointer, width in pools
+    )
+
+
+def weight_maps(weights: KernelWeights) -> tuple[TensorMapSpec, ...]:
+    """Maps of w13 and w2 where they are row-major, in boxes of 128 rows; none where they are tiles."""
+    if weights.layout == "tiles":
+        return ()
+    return tuple(
+        TensorMapSpec(w.data_ptr(), "uint8", (w.shape[2], w.shape[0] * w.shape[1]), (w.shape[2],), (BLOCK, BLOCK))
+        for w in (weights.w13, weights.w2)
     )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 
 from megamoe.cuda.driver import Driver, open_driver
 from megamoe.cuda.fused import sizes_of
+from megamoe.cuda.peers import unreachable
 from megamoe.cuda.select import select_plan
 from megamoe.engine import Placement
 from megamoe.errors import EngineError
 from megamoe.spec import BLOCK, MoESpec
 
-__all__ = ["HOPPER", "ordinal_of", "refusal", "why_not"]
+__all__ = ["HOPPER", "ordinals_of", "refusal", "why_not"]
 
 HOPPER = "sm_90a"
 """The architecture that the fused kernel is for."""
@@ -21,9 +23,12 @@ HOPPER = "sm_90a"
 _CPU = "backend='cpu' takes the same arguments on the CPU."
 
 
-def ordinal_of(placement: Placement) -> int:
-    """The GPU of the placement's ranks: the given one, or torch's current one."""
-    return placement.devices[0] if placement.devices else torch.cuda.current_device()
+def ordinals_of(placement: Placement) -> tuple[int, ...]:
+    """The GPU of each hosted rank: the given ones, dealt in blocks, or torch's current one."""
+    devices, hosted = placement.devices, len(placement.local)
+    if not devices:
+        return (torch.cuda.current_device(),) * hosted
+    return tuple(devices[i * len(devices) // hosted] for i in range(hosted))
 
 
 def why_not(
@@ -50,28 +55,46 @@ def why_not(
     return refusal(spec, placement, max_tokens, driver)
 
 
-def refusal(spec: MoESpec, placement: Placement, max_tokens: int, driver: Driver) -> EngineError | None:
+def refusal(
+    spec: MoESpec, placement: Placement, max_tokens: int, driver: Driver, *, sm_reserve: int = 0
+) -> EngineError | None:
     """`why_not` for a machine with a working driver."""
-    if placement.local != tuple(range(placement.ranks)):
-        return EngineError(
-            "group",
-            f"{placement.ranks} ranks, {len(placement.local)} of them in this process",
-            "all ranks in one process on the GPU engine: one rank, or megamoe.local_group",
-            f"Use local_group for several ranks on one GPU. {_CPU}",
-        )
+    hosted = len(placement.local)
+    if hosted < placement.ranks:
+        peers = placement.peers
+        if peers is None:
+            return EngineError("placement", "ranks in other processes", "their peers' identities", "Use MegaMoE.")
+        apart = unreachable(peers)
+        if apart is not None:
+            return apart
     devices = placement.devices
-    if devices is not None and (len(set(devices)) != 1 or not 0 <= devices[0] < driver.device_count()):
+    if devices is not None and not (
+        devices
+        and len(set(devices)) == len(devices)
+        and hosted % len(devices) == 0
+        and all(0 <= d < driver.device_count() for d in devices)
+    ):
         return EngineError(
             "devices",
             list(devices),
-            f"one GPU of 0 to {driver.device_count() - 1}",
-            "Put all ranks of the local group on one GPU, such as devices=[0].",
+            f"different GPUs of 0 to {driver.device_count() - 1}, as many as divide {hosted} rank(s)",
+            "Leave it out for all ranks on the current GPU.",
         )
-    info = driver.device(ordinal_of(placement) if driver.device_type == "cuda" else 0)
-    if info.arch != HOPPER:
-        return EngineError(
-            "device", f"{info.name} ({info.arch})", f"a Hopper GPU ({HOPPER})", f"Pass another device. {_CPU}"
-        )
+    ordinals = ordinals_of(placement) if driver.device_type == "cuda" else placement.devices or (0,)
+    for a, b in product(sorted(set(ordinals)), repeat=2):
+        if a != b and not driver.peer(a, b).access:
+            return EngineError(
+                "devices",
+                f"GPUs {a} and {b}, which do not reach each other's memory",
+                "GPUs of one NVLink domain",
+                "megamoe doctor shows the topology.",
+            )
+    infos = [driver.device(ordinal) for ordinal in sorted(set(ordinals))]
+    for info in infos:
+        if info.arch != HOPPER:
+            return EngineError(
+                "device", f"{info.name} ({info.arch})", f"a Hopper GPU ({HOPPER})", f"Pass another device. {_CPU}"
+            )
     if spec.hidden % BLOCK or spec.intermediate % BLOCK:
         return EngineError(
             "spec",
@@ -79,8 +102,14 @@ def refusal(spec: MoESpec, placement: Placement, max_tokens: int, driver: Driver
             f"multiples of {BLOCK} on the GPU engine, whose experts are FP8 blocks",
             f"{_CPU}",
         )
-    if placement.ranks > info.multiprocessors:
-        return EngineError("ranks", placement.ranks, f"at most {info.multiprocessors}, one an SM", "Use fewer.")
+    left = min(info.multiprocessors for info in infos) - sm_reserve
+    if hosted // len(infos) > left:
+        return EngineError(
+            "sm_reserve",
+            sm_reserve,
+            f"fewer SMs than leave one to each of {hosted // len(infos)} rank(s) on a GPU of {left + sm_reserve}",
+            "Reserve fewer.",
+        )
     sizes = sizes_of(spec, placement.ranks, max_tokens)
     try:
         for bound in (1, max_tokens):

@@ -6,13 +6,16 @@ Everything that the host and the kernel must agree on is computed here and trave
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 from megamoe.cuda.arena import MAX_RANKS, Sizes
 from megamoe.errors import EngineError
 from megamoe.spec import BLOCK, MAX_TOPK
 
-__all__ = ["REGISTERS_PER_SM", "SHARED_LIMIT", "THREADS", "Plan", "SharedLayout"]
+__all__ = ["REGISTERS_PER_SM", "SHARED_LIMIT", "THREADS", "Plan", "SharedLayout", "WeightLayout"]
+
+WeightLayout = Literal["tiles", "rows"]
+"""Weights as contiguous swizzled tiles, or row-major with gate and up rows alternating by 8 (`relayout.py`)."""
 
 THREADS: Final = 384
 """One role warpgroup and two math warpgroups."""
@@ -65,6 +68,7 @@ class Plan:
         pulled_rows: token rows that a CTA's dispatch warp has in flight.
         wave_experts: experts of one wave of the tile order; None: all of a rank, so all first GEMMs come first.
         lag: waves by which the second GEMM stays behind the first.
+        weights: how the weights lie in memory. The engine sets it to what was loaded; the bits are the same.
         peek: test the next stage's barrier under the last product of a k-block.
         trace: record time stamps (`Sizes.trace_words` must provide for them).
         keep_intermediate: store the intermediate in float32, for tests (`Sizes.keep_intermediate` must be set).
@@ -81,6 +85,7 @@ class Plan:
     pulled_rows: int = 1
     wave_experts: int | None = None
     lag: int = 0
+    weights: WeightLayout = "tiles"
     peek: bool = True
     trace: bool = False
     keep_intermediate: bool = False
@@ -143,6 +148,8 @@ class Plan:
             raise EngineError("plan.wave_experts", self.wave_experts, "None or at least 1", "")
         if self.lag < 0:
             raise EngineError("plan.lag", self.lag, "0 or more", "")
+        if self.weights not in get_args(WeightLayout):
+            raise EngineError("plan.weights", self.weights, " or ".join(map(repr, get_args(WeightLayout))), "")
         registers = 128 * self.role_registers + 256 * self.math_registers
         if registers > REGISTERS_PER_SM or self.role_registers % 8 or self.math_registers % 8:
             raise EngineError("plan registers", registers, f"at most {REGISTERS_PER_SM}, multiples of 8 a thread", "")
@@ -182,6 +189,7 @@ class Plan:
             "kPulledRows": self.pulled_rows,
             "kWaveExperts": min(self.wave_experts or sizes.local_experts, sizes.local_experts),
             "kLag": self.lag,
+            "kRowMajorWeights": self.weights == "rows",
             "kPeek": self.peek,
             "kTrace": self.trace,
             "kKeepIntermediate": self.keep_intermediate,

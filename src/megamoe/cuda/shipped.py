@@ -40,6 +40,13 @@ def _gemm() -> Iterator[Shipped]:
         yield Shipped(f"gemm-{plan.name}", (gemm.job(plan),))
 
 
+def _layouts(name: str, sizes: Sizes, bound: int) -> Iterator[Shipped]:
+    """The plan of these sizes, for both layouts of weights."""
+    plan = select_plan(sizes, bound)
+    yield Shipped(name, (fused.job(plan, sizes),))
+    yield Shipped(f"{name}-rows", (fused.job(replace(plan, weights="rows"), sizes),))
+
+
 def _fused() -> Iterator[Shipped]:
     """The plans that are chosen for small and large calls of the models that benchmarks know, alone and eight ranks."""
     for name, entry in MODELS.items():
@@ -47,8 +54,7 @@ def _fused() -> Iterator[Shipped]:
             local = entry.spec.experts // 8
             sizes = fused.sizes_of(replace(entry.spec, experts=local * ranks), ranks, 8192)
             for bound in (64, 8192):
-                plan = select_plan(sizes, bound)
-                yield Shipped(f"fused-{name}-r{ranks}-m{bound}", (fused.job(plan, sizes),))
+                yield from _layouts(f"fused-{name}-r{ranks}-m{bound}", sizes, bound)
 
 
 def _few_k_blocks() -> Iterator[Shipped]:
@@ -56,7 +62,7 @@ def _few_k_blocks() -> Iterator[Shipped]:
     for hidden, intermediate in ((256, 256), (256, 384), (384, 256), (512, 512)):
         sizes = Sizes(hidden=hidden, intermediate=intermediate, topk=4, ranks=1, local_experts=16, capacity=256)
         for bound in (16, 256):
-            yield Shipped(f"fused-h{hidden}-i{intermediate}-m{bound}", (fused.job(select_plan(sizes, bound), sizes),))
+            yield from _layouts(f"fused-h{hidden}-i{intermediate}-m{bound}", sizes, bound)
 
 
 def shipped() -> tuple[Shipped, ...]:

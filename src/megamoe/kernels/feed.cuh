@@ -1,7 +1,8 @@
 // The loader: one lane that takes this CTA's tiles and fills their stages, k-block by k-block.
 //
 // A stage holds the tokens' rows (A of a wide tile, B of a swapped one), 256 rows of weights, the tokens' scales and the
-// four weight scales of the k-block. Weights come as contiguous, already swizzled blocks; tokens through tensor maps.
+// four weight scales of the k-block. Tokens come through tensor maps, weights as contiguous, already swizzled blocks or,
+// where they are row-major, through tensor maps too.
 #pragma once
 #include "routing.cuh"
 #include "trace.cuh"
@@ -9,9 +10,10 @@
 namespace megamoe {
 
 // Tensor maps of the two pools: boxes of 128 rows x 128 for full wide tiles, of 8 rows x 128
-// for all others.
+// for all others. Then of row-major weights, boxes of 128 rows x 128; unused where they are tiles.
 struct Maps {
   CUtensorMap x_tile, h_tile, x_slice, h_slice;
+  CUtensorMap w13, w2;
 };
 
 class Feed {
@@ -57,7 +59,7 @@ class Feed {
     Smem base;
     bool second, both, whole;
     u32 blocks, row, token_rows;
-    u32 half;          // weight tiles before this one's first
+    u32 half;          // weight tiles before this one's first; weight rows where they are row-major
     u32 weight_scale;  // floats before this tile's
 
     MEGAMOE_DEVICE Copy(const Feed& feed, const Tile& tile)
@@ -67,7 +69,8 @@ class Feed {
       // Never a row of another expert: it may be in the making.
       token_rows = (tile.rows + kSliceRows - 1) / kSliceRows * kSliceRows;
       whole = token_rows == 128;
-      half = (tile.expert * (second ? kHidden / 128 : 2 * kIntermediate / 128) + tile.column * 2) * blocks;
+      half = (tile.expert * (second ? kHidden / 128 : 2 * kIntermediate / 128) + tile.column * 2) *
+             (kRowMajorWeights ? 128 : blocks);
       weight_scale = (tile.expert * (second ? kTiles2 : kTiles1) + tile.column) * blocks * 4;
     }
 
@@ -83,9 +86,15 @@ class Feed {
     // The stage is empty.
     MEGAMOE_DEVICE void weights(u32 k, u32 stage) const {
       const Smem to = base + (stage * FusedTile::kStageBytes + FusedTile::kBytesA);
-      const u8* from = (second ? p.w2 : p.w13) + static_cast<u64>(half + k) * kWeightTileBytes;
-      ptx::bulk_load(to, from, kWeightTileBytes, full(stage));
-      if (both) ptx::bulk_load(to + kWeightTileBytes, from + blocks * kWeightTileBytes, kWeightTileBytes, full(stage));
+      if constexpr (kRowMajorWeights) {
+        const CUtensorMap* map = second ? &maps.w2 : &maps.w13;
+        ptx::tma_load_2d(to, map, full(stage), k * kBlockDepth, half);
+        if (both) ptx::tma_load_2d(to + kWeightTileBytes, map, full(stage), k * kBlockDepth, half + 128);
+      } else {
+        const u8* from = (second ? p.w2 : p.w13) + static_cast<u64>(half + k) * kWeightTileBytes;
+        ptx::bulk_load(to, from, kWeightTileBytes, full(stage));
+        if (both) ptx::bulk_load(to + kWeightTileBytes, from + blocks * kWeightTileBytes, kWeightTileBytes, full(stage));
+      }
       ptx::bulk_load(base + (FusedTile::kTileScales + stage * FusedTile::kTileScaleBytes),
                      (second ? p.w2_scales : p.w13_scales) + weight_scale + k * 4, FusedTile::kTileScaleBytes,
                      full(stage));

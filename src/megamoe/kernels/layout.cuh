@@ -19,7 +19,8 @@ constexpr u32 kLocalExperts = config::kLocalExperts;
 constexpr u32 kExperts = kRanks * kLocalExperts;
 
 constexpr u32 kWeightRows = 256;                        // rows of w13 or w2 in one tile
-constexpr u32 kWeightTileBytes = 128 * kBlockDepth;     // one contiguous, swizzled block of 128 rows x 128
+constexpr u32 kWeightTileBytes = 128 * kBlockDepth;     // one swizzled block of 128 rows x 128
+constexpr bool kRowMajorWeights = config::kRowMajorWeights;  // read through tensor maps; else contiguous blocks
 constexpr u32 kSliceRows = 8;                           // tokens of the narrow tensor map's box
 constexpr u32 kBlocks1 = kHidden / kBlockDepth;         // k-blocks of the first GEMM
 constexpr u32 kBlocks2 = kIntermediate / kBlockDepth;   // of the second

@@ -165,7 +165,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::role("math");
     math_role(p, base, warp / 4 - 1, trace);
     bool ok = true;
-    if (ptx::lane_index() == 0) ok = wait_for_ranks(p, fact(base, kEpoch)) && !aborted(p);
+    if (ptx::lane_index() == 0) {
+      ok = wait_for_ranks(p, fact(base, kEpoch)) && !aborted(p);
+      if (!ok) report_aborted(p);
+    }
     ok = ptx::all(ok);
     ptx::syncwarp();  // lane 0's acquire is for all lanes; a vote orders no memory
     trace(Event::kPeers);

@@ -23,13 +23,16 @@ MEGAMOE_DEVICE u32* arrived(const Params& p, u32 bank) { return workspace::arriv
 MEGAMOE_DEVICE u32* halves(const Params& p, u32 bank) { return workspace::halves(p) + bank * p.pool_tiles; }
 
 MEGAMOE_DEVICE bool aborted(const Params& p) { return ptx::ld_relaxed_sys(arena::abort(p, p.rank)) != 0; }
-MEGAMOE_DEVICE void raise_abort(const Params& p) {
+// Who gave up, and in which phase; never 0. The host of a rank that refuses a call writes the same word with phase 0.
+MEGAMOE_DEVICE void raise_abort(const Params& p, Phase phase) {
 #pragma unroll 1  // the rarest path of every wait: registers count, speed does not
-  for (u32 r = 0; r < kRanks; ++r) ptx::st_relaxed_sys(arena::abort(p, r), 1u);
+  for (u32 r = 0; r < kRanks; ++r) {
+    ptx::st_relaxed_sys(arena::abort(p, r), static_cast<u32>(phase) << 8 | (p.rank + 1));
+  }
 }
 
-// Words of the host-visible report, and of the layer's errors.
-enum Report : u32 { kExpired, kExpiredRank, kExpiredPhase, kExpiredIndex, kAwaited, kSeen };
+// Words of the host-visible report, and of the layer's errors. kAborted is a copy of the abort word.
+enum Report : u32 { kExpired, kExpiredRank, kExpiredPhase, kExpiredIndex, kAwaited, kSeen, kAborted };
 enum Errors : u32 { kBadId, kBadTokenCount };
 
 // The first wait that expired; word kExpired becomes 1 when the others are written.
@@ -58,11 +61,16 @@ MEGAMOE_DEVICE bool spin_until(const Params& p, Phase phase, u32 index, u32 awai
     if (aborted(p)) return false;
     if (ptx::deadline_passed(deadline)) {
       report_expired(p, phase, index, awaited, static_cast<u32>(seen));
-      raise_abort(p);
+      raise_abort(p, phase);
       return false;
     }
     ptx::nanosleep(20);
   }
+}
+
+// For the host of a rank whose call ends through the abort word: its own report of an expired wait stays empty.
+MEGAMOE_DEVICE void report_aborted(const Params& p) {
+  ptx::st_relaxed_sys(p.report + kAborted, ptx::ld_relaxed_sys(arena::abort(p, p.rank)));
 }
 
 // Whether a wait of this CTA failed. Atomic: one role may set it while another one, an earlier tile in hand, looks.

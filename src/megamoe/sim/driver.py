@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,19 @@ class SimDriver:
     def peer(self, source: int, target: int) -> PeerInfo:
         """Every GPU reaches every other one."""
         return PeerInfo(source, target, True, True, 0)
+
+    def enable_peer(self, source: int, target: int) -> None:
+        """Every simulated GPU reaches every other one's memory."""
+
+    def allocate(self, ordinal: int, nbytes: int) -> int:
+        raise EngineError("allocate", nbytes, "buffers of the simulation", "Use Simulation.buffer.")
+
+    def free(self, ordinal: int, pointer: int) -> None:
+        raise EngineError("free", pointer, "buffers of the simulation", "The simulation frees them.")
+
+    def store_words(self, ordinal: int, pointer: int, words: Sequence[int]) -> None:
+        """Write to memory of the arena; no kernel runs meanwhile."""
+        (ctypes.c_uint32 * len(words)).from_address(pointer)[:] = list(words)
 
     def load(self, cubin: bytes) -> int:
         """A library made by `compiled`."""

@@ -22,11 +22,12 @@ from megamoe.cuda.arena import (
     Sizes,
     offsets,
 )
-from megamoe.cuda.fused import KERNEL, Buffers, Maps, fill_params, job, sizes_of, tensor_maps
+from megamoe.cuda.fused import KERNEL, Buffers, Maps, fill_params, job, sizes_of, tensor_maps, weight_maps
 from megamoe.cuda.launch import aligned
 from megamoe.cuda.plan import THREADS, Plan
 from megamoe.cuda.relayout import KernelWeights, relayout
 from megamoe.formats import fp8_block
+from megamoe.formats.layout import interleave_gate_up
 from megamoe.sim.build import Kernel
 from megamoe.sim.memory import encode_tensor_map
 from megamoe.sim.plans import Prepared, SimPlan
@@ -74,6 +75,13 @@ CASES: Final = {
     "alone": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), spec=_SMALL),
     # Tiles of one or two k-blocks under a deep ring, and one CTA for all of them: the queue of tiles goes round often.
     "queue": FusedCase(Plan(wide=False, stages=4), ((24, 30), (40, 0)), grid=1, spec=replace(_SMALL, experts=16)),
+    # Row-major weights. Three blocks of 128 rows in w2: the second tile has one of them, the next expert's rows follow.
+    "rows": FusedCase(
+        Plan(stages=2, weights="rows"), ((70, 33), (9, 140)), spec=replace(_SMALL, hidden=384, intermediate=256)
+    ),
+    "rows-swap": FusedCase(
+        Plan(wide=False, stages=3, pulled_rows=2, weights="rows"), ((21, 40), (17, 0)), spec=replace(_SMALL, hidden=384)
+    ),
     # More local experts than a warp has lanes.
     "experts": FusedCase(Plan(wide=False, stages=2), ((13,), (5,)), grid=2, spec=replace(_SMALL, experts=72)),
     "nothing": FusedCase(Plan(wide=False, stages=2), ((0, 0), (0, 1)), spec=_SMALL),
@@ -103,6 +111,15 @@ def _part(weights: ExpertWeights, rank: int, local: int) -> ExpertWeights:
         w2_scale=weights.w2_scale[part],
         first_expert=rank * local,
     )
+
+
+def _kernel_weights(case: FusedCase, part: ExpertWeights) -> KernelWeights:
+    made = KernelWeights.empty(case.spec, part.local_experts, "cpu")
+    if case.plan.weights == "rows":
+        w13 = interleave_gate_up(part.w13.view(torch.uint8))
+        made = replace(made, w13=w13, w2=part.w2.view(torch.uint8), layout="rows")
+    relayout(case.spec, part, made)
+    return made
 
 
 def field_bounds(fields: tuple[Field, ...], sizes: Sizes) -> list[tuple[str, int, int]]:
@@ -170,11 +187,10 @@ class Ranks:
             )
         arenas = [b.arena.data_ptr() for b in self.buffers]
         for r in range(ranks):
-            made = KernelWeights.empty(spec, self.sizes.local_experts, "cpu")
-            relayout(spec, _part(self.full, r, self.sizes.local_experts), made)
+            made = _kernel_weights(case, _part(self.full, r, self.sizes.local_experts))
             names = ("w13", "w13_scales", "w2", "w2_scales")
-            placed = KernelWeights(
-                *(sim.buffer(f"{n}_{r}", getattr(made, n), rank=r, read_only=True).tensor for n in names)
+            placed = replace(
+                made, **{n: sim.buffer(f"{n}_{r}", getattr(made, n), rank=r, read_only=True).tensor for n in names}
             )
             report = sim.buffer(f"report{r}", torch.zeros(REPORT_WORDS, dtype=torch.int32), rank=r)
             errors = sim.buffer(f"errors{r}", torch.zeros(ERROR_WORDS, dtype=torch.int32), rank=r)
@@ -194,7 +210,9 @@ class Ranks:
             )
             self.params.append(params)
             maps = aligned(Maps)
-            for target, map_spec in zip(maps.maps, tensor_maps(self.buffers[r]), strict=True):
+            for target, map_spec in zip(maps.pools, tensor_maps(self.buffers[r]), strict=True):
+                target.set(encode_tensor_map(map_spec))
+            for target, map_spec in zip(maps.weights, weight_maps(placed), strict=False):
                 target.set(encode_tensor_map(map_spec))
             self.maps.append(maps)
 

@@ -1,0 +1,110 @@
+"""One rank of a layer in this process: its arguments, its maps, the launch of its two kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from typing import Any, Final
+
+import torch
+
+from megamoe.cuda.arena import ERROR_WORDS, Params
+from megamoe.cuda.call_staging import Target
+from megamoe.cuda.driver import Driver
+from megamoe.cuda.fused import Maps, fill_params, weight_maps
+from megamoe.cuda.launch import Kernel, aligned
+from megamoe.cuda.memory import Workspace, host_words
+from megamoe.cuda.relayout import KernelWeights
+from megamoe.engine import Call
+from megamoe.spec import MoESpec
+
+__all__ = ["HostedRank"]
+
+_OUT_ALIGNMENT: Final = 16
+"""Bytes of the fused kernel's stores: address and row stride of `out`; others get their rows through a copy."""
+
+
+class HostedRank:
+    """What a layer itself has for one rank of this process.
+
+    Args:
+        workspace: the memory that its layers share.
+        index: which of the hosted ranks.
+        rank: its number in the group.
+        grid: CTAs of its kernel.
+
+    Attributes:
+        place: its GPU.
+        params, maps: the kernel's arguments.
+        received: routes received per local expert, int64 on the GPU.
+        errors: host-visible record of bad values; `words` are its words.
+    """
+
+    def __init__(self, workspace: Workspace, index: int, rank: int, grid: int) -> None:
+        self.rank = rank
+        self.index = index
+        self.grid = grid
+        self.place = workspace.place_of[index]
+        self._workspace = workspace
+        self._buffers = workspace.buffers[index]
+        self.params = aligned(Params)
+        # out, out_stride and num_tokens stand side by side.
+        self._write = functools.partial(
+            struct.Struct("=QQQ").pack_into, memoryview(self.params).cast("B"), Params.out.offset
+        )
+        self.maps = aligned(Maps)
+        ctypes.memmove(ctypes.addressof(self.maps), ctypes.addressof(workspace.maps[index]), ctypes.sizeof(Maps))
+        names = ("x", "x_scales", "ids", "route_weights")
+        self._target = Target(*(self._buffers.view(name).data_ptr() for name in names))
+        gpu, sizes = self.place.gpu, workspace.sizes
+        self.received = gpu.zeros(f"counters of rank {rank}", (sizes.local_experts,), torch.int64)
+        self.errors = gpu.pinned(ERROR_WORDS)
+        self.words: Any = host_words(self.errors)
+
+    def fill(self, driver: Driver, spec: MoESpec, weights: KernelWeights, deadline: float) -> None:
+        """Write the arguments that stay the same from call to call."""
+        for target, map_spec in zip(self.maps.weights, weight_maps(weights), strict=False):
+            target.set(driver.encode_tensor_map(map_spec))
+        fill_params(
+            self.params,
+            spec,
+            self.rank,
+            self._buffers,
+            self._workspace.arenas[self.index],
+            weights,
+            timeout_ns=int(deadline * 1e9),
+            report=self._workspace.reports[self.index].data_ptr(),
+            errors=self.errors.data_ptr(),
+            received=self.received.data_ptr(),
+        )
+
+    def stage(self, call: Call, stream: int) -> None:
+        """Launch the staging of a call's inputs into the arena."""
+        count = call.num_tokens
+        self.place.stager(
+            call.x,
+            call.scales,
+            call.expert_ids,
+            call.expert_weights,
+            0 if isinstance(count, int) else count.data_ptr(),
+            self._target,
+            stream,
+        )
+
+    def start(self, kernel: Kernel, call: Call, out: torch.Tensor, stream: int) -> None:
+        """Launch the fused kernel; `out` is where its rows go (`storable`)."""
+        params, count = self.params, call.num_tokens
+        if isinstance(count, int):
+            params.tokens, address = count, 0
+        else:
+            params.tokens, address = call.x.shape[0], count.data_ptr()
+        self._write(out.data_ptr(), out.stride(0), address)
+        kernel.launch_here(self.grid, stream)
+
+    @staticmethod
+    def storable(out: torch.Tensor) -> torch.Tensor:
+        """`out`, or a copy that the kernel can store to; rows past the count keep what they hold in either."""
+        if out.data_ptr() % _OUT_ALIGNMENT == 0 and (out.stride(0) * 2 % _OUT_ALIGNMENT == 0 or out.shape[0] <= 1):
+            return out
+        return out.clone(memory_format=torch.contiguous_format)
