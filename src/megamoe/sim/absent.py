@@ -1,8 +1,8 @@
-"""The fused kernel when waits expire: a rank that never starts, or deadlines that pass at any moment.
+"""The fused kernel when waits fail: a rank that never starts or refuses, or deadlines that pass at any moment.
 
-The call must end without a race, with NaN for every token of a rank that failed, and the first expired wait in its
-host-visible report; one expired wait must end all others. In the simulator a deadline passes when nothing else can go
-on, or by chance.
+The call must end without a race, with NaN for every token of a rank that failed, and say why in that rank's
+host-visible report: the first expired wait, or the abort word. One expired wait must end all others. In the simulator a
+deadline passes when nothing else can go on, or by chance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from megamoe.sim.fused import simulated as fused
 from megamoe.sim.plans import Prepared, SimPlan
-from megamoe.sim.simulation import Simulation
+from megamoe.sim.simulation import Launch, Simulation
 
 __all__ = ["simulated"]
 
@@ -27,20 +27,47 @@ def _tensor(sim: Simulation, label: str) -> torch.Tensor:
     return next(b.tensor for b in sim.arena.buffers if b.label == label)
 
 
-def _absent(plan: SimPlan, sim: Simulation) -> Prepared:
+def _report(sim: Simulation, rank: int) -> list[int]:
+    """Expired, rank, phase, index, awaited, seen, aborted: see sync.cuh."""
+    return [int(word) for word in _tensor(sim, f"report{rank}")[:7]]
+
+
+def _one_rank(plan: SimPlan, sim: Simulation) -> list[Launch]:
     prepared = plan.prepare(sim)
     present = [launch for launch in prepared.launches if len(launch.arguments) > PRESENT]
     assert len(present) == 1 < len(prepared.launches), "a plan of two ranks"
+    return present
+
+
+def _absent(plan: SimPlan, sim: Simulation) -> Prepared:
+    present = _one_rank(plan, sim)
 
     def check() -> str | None:
         if not bool(_tensor(sim, f"out0_{PRESENT}").isnan().all()):
             return "tokens of a call that failed have values"
-        # Expired, rank, phase, index, awaited, seen: see sync.cuh.
-        expired, rank, phase, _, awaited, seen = _tensor(sim, f"report{PRESENT}").tolist()[:6]
+        expired, rank, phase, _, awaited, seen, aborted = _report(sim, PRESENT)
         right = expired == 1 and rank == PRESENT and phase > 0 and awaited != seen
-        return None if right else f"the report says {_tensor(sim, f'report{PRESENT}').tolist()}"
+        if right and aborted == phase << 8 | rank + 1:
+            return None
+        return f"the report says {_report(sim, PRESENT)}"
 
     return Prepared(present, check, most_expiries=1)
+
+
+def _refused(plan: SimPlan, sim: Simulation) -> Prepared:
+    present = _one_rank(plan, sim)
+    refusing = 1 - PRESENT
+    arena = next(b for b in sim.arena.buffers if b.label == f"arena{PRESENT}")
+    at = next(first for name, first, _ in arena.fields if name == "abort")
+    arena.tensor[at] = refusing + 1  # as the host of that rank does
+
+    def check() -> str | None:
+        if not bool(_tensor(sim, f"out0_{PRESENT}").isnan().all()):
+            return "tokens of a call that failed have values"
+        expired, *_, aborted = _report(sim, PRESENT)
+        return None if (expired, aborted) == (0, refusing + 1) else f"the report says {_report(sim, PRESENT)}"
+
+    return Prepared(present, check, most_expiries=0)
 
 
 def _expiring(plan: SimPlan, sim: Simulation) -> Prepared:
@@ -52,15 +79,18 @@ def _expiring(plan: SimPlan, sim: Simulation) -> Prepared:
             nan = _tensor(sim, f"out0_{rank}").isnan()
             if bool(nan.any()) and not bool(nan.all()):
                 return f"rank {rank}: some tokens have values, others NaN"
+            if bool(nan.any()) and not _report(sim, rank)[-1]:
+                return f"rank {rank} failed, its report says {_report(sim, rank)}"
         return None
 
     return Prepared(prepared.launches, check)
 
 
 def simulated() -> Iterator[SimPlan]:
-    """One rank alone, and all ranks with deadlines by chance, of plans with two ranks."""
+    """One rank alone, its peer absent or refusing, and all ranks with deadlines by chance, of plans with two ranks."""
     known = {plan.name: plan for plan in fused()}
     for name in CASES:
         case = name.removeprefix("fused/")
         yield SimPlan(f"absent-peer/{case}", functools.partial(_absent, known[name]), expiry="deadlock")
         yield SimPlan(f"expiring/{case}", functools.partial(_expiring, known[name]), expiry="random")
+    yield SimPlan("refusing-peer/mixed", functools.partial(_refused, known["fused/mixed"]), expiry="deadlock")
