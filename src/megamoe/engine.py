@@ -92,6 +92,10 @@ class Engine(Protocol):
     def memory(self) -> Mapping[str, int]:
         """Bytes of one rank by what they are for, known before anything is allocated."""
 
+    @property
+    def copied(self) -> Sequence[str]:
+        """Fields of `ExpertWeights` of which the engine has a copy: writing to those tensors needs another `load`."""
+
     def connect(self) -> None:
         """Reach the other ranks' memory, once, when all ranks are known to go on."""
 

@@ -131,6 +131,15 @@ class MegaMoE:
         return dict(self._runtime.engine.memory)
 
     @property
+    def copied(self) -> tuple[str, ...]:
+        """Fields of the loaded `ExpertWeights` of which the engine has a copy.
+
+        What is written to these tensors in place is used after another `load` of them; what is written to the others,
+        by the next call and by the next replay of a captured one.
+        """
+        return tuple(self._runtime.engine.copied)
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._runtime.closed
@@ -162,7 +171,9 @@ class MegaMoE:
 
         The CPU engine keeps the given tensors and copies none, so overwriting them in place changes the layer. The GPU
         engine lays them out anew in its own memory; a second `load` writes to the same memory, so that captured graphs
-        use the new weights.
+        use the new weights. Values of `ExpertWeights` with ``gate_up="interleaved8"`` on the rank's GPU are not copied
+        but read where they are: overwriting them in place, between calls, changes the layer and its captured graphs
+        (scales need another `load` of the same tensors). Other tensors can take their place until a call is captured.
 
         Args:
             source: ``megamoe.checkpoint(path, layer=n)``, of which only this rank's experts are read; or
@@ -170,7 +181,8 @@ class MegaMoE:
 
         Raises:
             WeightError, FormatError, CheckpointError: the weights do not fit the spec or are damaged.
-            EngineError: a format that the engine does not take (the GPU engine takes FP8 blocks), or too little memory.
+            EngineError: a format that the engine does not take (the GPU engine takes FP8 blocks), too little memory, or
+                other tensors than those that captured graphs read in place.
             PeerError: another rank failed, or has another weight format.
         """
         self._alone("load")

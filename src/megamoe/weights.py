@@ -41,7 +41,8 @@ class ExpertWeights:
     ============  =======================================  =======================================
 
     `gate_up` is the order of the rows of ``w13``. ``"interleaved8"`` is for fp8_block weights that somebody else has
-    already brought into that order (as DeepGEMM's MegaMoE wants them); an engine reads them as they are, or refuses.
+    already brought into that order (as DeepGEMM's MegaMoE wants them): an engine reads them where they are, so that
+    their owner may overwrite them between calls. The GPU engine copies those that are not on the rank's GPU.
 
     Raises:
         WeightError: something that is not a tensor of three dimensions; from `check`, a tensor of a wrong dtype, shape,

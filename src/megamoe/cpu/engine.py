@@ -43,6 +43,11 @@ class CpuEngine:
         """Bytes of one rank's weights, which are the given tensors themselves; nothing else is kept between calls."""
         return {"weights": self._weight_bytes}
 
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """Nothing: the given tensors are read in every call."""
+        return ()
+
     def load(self, weights: Sequence[ExpertWeights]) -> None:
         self._experts = [make_experts(self._spec, one) for one in weights]
         self._weight_bytes = max(one.nbytes for one in weights)

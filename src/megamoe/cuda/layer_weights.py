@@ -58,8 +58,8 @@ class LayerWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the layer's own memory for a hosted rank's weights, the largest of them; before the first load what a
-        copy will take."""
+        """Bytes of the layer's own memory for a hosted rank's weights, the largest of them; before the first load what
+        a copy will take."""
         if self.parts:
             return max(part.nbytes for part in self.parts)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
@@ -122,17 +122,16 @@ class LayerWeights:
     def _made(self, index: int, new: ExpertWeights, old: KernelWeights | None = None) -> KernelWeights:
         if readable_in_place(new, self._ranks[index][1].device):
             w13, w2 = (t.view(torch.uint8) for t in (new.w13, new.w2))
-            scales = {"w13_scales": old.w13_scales, "w2_scales": old.w2_scales} if old else self._zeros(index, "scales")
-            return KernelWeights(w13=w13, w2=w2, **scales, layout="rows")
-        return KernelWeights(**self._zeros(index, ""))
+            if old is not None:
+                s13, s2 = old.w13_scales, old.w2_scales
+            else:
+                s13, s2 = self._zeros(index, "w13_scales", "w2_scales")
+            return KernelWeights(w13, s13, w2, s2, layout="rows")
+        return KernelWeights(*self._zeros(index, *_NAMES))
 
-    def _zeros(self, index: int, kind: str) -> dict[str, torch.Tensor]:
+    def _zeros(self, index: int, *names: str) -> list[torch.Tensor]:
         rank, gpu = self._ranks[index]
-        return {
-            name: gpu.zeros(f"{name} of rank {rank}", *shape)
-            for name, shape in self._shapes.items()
-            if name.endswith(kind)
-        }
+        return [gpu.zeros(f"{name} of rank {rank}", *self._shapes[name]) for name in names]
 
 
 def _addresses(parts: Sequence[KernelWeights]) -> list[tuple[int, int]]:

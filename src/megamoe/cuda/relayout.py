@@ -12,7 +12,7 @@ only their scales are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -50,7 +50,7 @@ class KernelWeights:
     w13_scales: torch.Tensor
     w2: torch.Tensor
     w2_scales: torch.Tensor
-    layout: WeightLayout = "tiles"
+    layout: WeightLayout = field(default="tiles", kw_only=True)
 
     @property
     def nbytes(self) -> int:
@@ -61,9 +61,8 @@ class KernelWeights:
     @staticmethod
     def empty(spec: MoESpec, local_experts: int, device: torch.device | str) -> KernelWeights:
         """Memory for the weights of `local_experts` experts."""
-        names = ("w13", "w13_scales", "w2", "w2_scales")
-        shapes = zip(names, weight_shapes(spec, local_experts), strict=True)
-        return KernelWeights(**{n: torch.empty(shape, dtype=dtype, device=device) for n, (shape, dtype) in shapes})
+        shapes = weight_shapes(spec, local_experts)
+        return KernelWeights(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes))
 
 
 def weight_shapes(spec: MoESpec, local_experts: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
@@ -118,8 +117,8 @@ def _experts(weights: ExpertWeights) -> Iterator[tuple[torch.Tensor, torch.Tenso
 
 
 def relayout(spec: MoESpec, weights: ExpertWeights, out: KernelWeights) -> None:
-    """Write `weights` into `out`, expert by expert: one expert of extra memory on the output's device. Values that `out`
-    only refers to stay as they are.
+    """Write `weights` into `out`, expert by expert: one expert of extra memory on the output's device. Values that are
+    read in place stay as they are.
 
     Args:
         spec: the layer.

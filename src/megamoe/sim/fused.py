@@ -189,8 +189,9 @@ class Ranks:
         for r in range(ranks):
             made = _kernel_weights(case, _part(self.full, r, self.sizes.local_experts))
             names = ("w13", "w13_scales", "w2", "w2_scales")
-            placed = replace(
-                made, **{n: sim.buffer(f"{n}_{r}", getattr(made, n), rank=r, read_only=True).tensor for n in names}
+            placed = KernelWeights(
+                *(sim.buffer(f"{n}_{r}", getattr(made, n), rank=r, read_only=True).tensor for n in names),
+                layout=made.layout,
             )
             report = sim.buffer(f"report{r}", torch.zeros(REPORT_WORDS, dtype=torch.int32), rank=r)
             errors = sim.buffer(f"errors{r}", torch.zeros(ERROR_WORDS, dtype=torch.int32), rank=r)

@@ -24,6 +24,9 @@ Weights = tuple[torch.Tensor, torch.Tensor]
 
 _VIEWS: Final = ("x", "x_sf", "topk_idx", "topk_weights")
 
+_FIELDS: Final = ("w13", "w13_scale", "w2", "w2_scale")
+"""The four weight tensors of a call, in order, as `ExpertWeights` calls them."""
+
 _POOLS: Final = ("l1_acts", "l1_acts_sf", "l2_acts", "l2_acts_sf")
 
 _INTERNAL: Final = frozenset(("buffer", "handle", *_POOLS, *(f"shared_{pool}" for pool in _POOLS)))
@@ -115,8 +118,10 @@ class SymmBuffer:
         return MegaMoE(spec, self.group, self.num_max_tokens_per_rank, self._backend, deadline=self._deadline)
 
     def layer(self, l1_weights: Weights, l2_weights: Weights, clamp: float | None) -> MegaMoE:
-        """The layer that runs these weights as they are: gate and up rows interleaved by 8, scales gate's first. Where
-        an engine has its own copy of them, weights written to in place (as torch counts it) are loaded again.
+        """The layer that runs these weights as they are: gate and up rows interleaved by 8, scales gate's first.
+
+        Tensors of which the engine has a copy, on a GPU the scales, are loaded again when they are written to in place
+        (as torch counts it).
 
         Raises:
             WeightError: not two pairs of tensors, or tensors that do not fit the buffer's sizes.
@@ -133,7 +138,8 @@ class SymmBuffer:
         held = self._layers.get(key)
         if held is not None:
             if held.versions != versions:
-                if held.layer.engine != "cpu":  # the CPU engine reads the tensors themselves
+                pairs = zip(_FIELDS, held.versions, versions, strict=True)
+                if {name for name, old, new in pairs if old != new} & set(held.layer.copied):
                     self._load(held.layer, l1_weights, l2_weights)
                 held.versions = versions
             return held.layer

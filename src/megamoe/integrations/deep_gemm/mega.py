@@ -253,8 +253,9 @@ def fp8_mega_moe(
     """Run the experts on the first ``y.size(0)`` rows of the buffer's views; collective over the buffer's group.
 
     The first call with new weights makes a layer, collectively: all ranks must bring theirs in the same call. Later
-    calls find it by the tensors' addresses. Weights that are overwritten in place are used by the next call; on the GPU
-    engine, which reads a copy in its own layout, writes through ``.data`` are not noticed.
+    calls find it by the tensors' addresses. Weights are read where they are, on a GPU as well: values that are
+    overwritten in place are used by the next call and by the next replay of a captured one. Of scales the GPU engine
+    has a copy, which the next call renews when torch counted the write (not through ``.data``), but a replay does not.
 
     Args:
         y: BF16 ``[num_tokens, hidden]``, written.
