@@ -28,7 +28,16 @@ from megamoe.engine import Call, Placement
 from megamoe.spec import BLOCK, MoESpec
 from megamoe.weights import ExpertWeights
 
-__all__ = ["EXPERTS_PER_RANK", "PROTOCOL", "benchmark", "floor_us", "plan_name", "random_weights", "run"]
+__all__ = [
+    "EXPERTS_PER_RANK",
+    "PROTOCOL",
+    "benchmark",
+    "floor_us",
+    "plan_name",
+    "random_calls",
+    "random_weights",
+    "run",
+]
 
 PROTOCOL: Final = (
     "GPU: kernel_us the longest kernel of a call's ranks (profiler, inputs staged), e2e_us a graph's replay between "
@@ -106,9 +115,10 @@ def _kernel_times(profile: Any, ranks: Sequence[int], skipped: int) -> list[floa
     return [max(times) for times in zip(*longest, strict=True)]
 
 
-def _calls(
+def random_calls(
     spec: MoESpec, kind: str, tokens: int, devices: Sequence[torch.device]
 ) -> tuple[list[Call], np.ndarray[Any, Any]]:
+    """One rank's call for each of `devices`, random rows and the fixed `routing`; and the ids of all ranks."""
     ids, weights = routing(kind, tokens=tokens, ranks=len(devices), experts=spec.experts, topk=spec.topk)
     calls = []
     for r, device in enumerate(devices):
@@ -282,7 +292,7 @@ def benchmark(
             weights.clear()
         pace = _Pace(engine.devices)
         for m in tokens:
-            calls, ids = _calls(spec, kind, m, engine.devices)
+            calls, ids = random_calls(spec, kind, m, engine.devices)
             floor = floor_us(spec, ids, local)
             for label, plan in (plans or {"auto": None}).items():
                 engine.force_plan(plan)

@@ -5,17 +5,33 @@ The plan must keep the intermediate (`Plan.keep_intermediate`, `Sizes.keep_inter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, Protocol
 
 import torch
 
+import megamoe
 from megamoe import reference
+from megamoe.bench import mega
+from megamoe.bench.environment import device_slug, facts
+from megamoe.bench.models import model
+from megamoe.bench.results import Row, result_path, write
+from megamoe.control import Control
+from megamoe.cuda.engine import CudaEngine
 from megamoe.cuda.fused import Buffers
+from megamoe.cuda.plan import Plan
+from megamoe.demo_activations import byte_tokens, layer_input
+from megamoe.demo_checkpoint import make_checkpoint
+from megamoe.engine import Call, Placement
+from megamoe.formats import fp8_block
 from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights
 
-__all__ = ["FIRST_GEMM", "SECOND_GEMM", "Staged", "stage_errors"]
+__all__ = ["FIRST_GEMM", "SECOND_GEMM", "Staged", "measure", "rows_of", "stage_errors"]
 
 FIRST_GEMM = 5e-4
 """Bound of the first GEMM and SwiGLU before requantisation, relative Frobenius."""
@@ -71,3 +87,107 @@ def stage_errors(
             got[1].append(torch.stack([results[s][r] for s, r in at]))
     first, second = (reference.relative_error(torch.cat(g), torch.cat(w)) for g, w in zip(got, want, strict=True))
     return first, second
+
+
+@dataclass(frozen=True)
+class _Given:
+    q: torch.Tensor
+    scales: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+PLANS: Final = {
+    "swap": Plan(wide=False, stages=3, keep_intermediate=True),
+    "mixed": Plan(stages=3, keep_intermediate=True),
+}
+
+
+def rows_of(
+    name: str, routing: str, spec: MoESpec, weights: ExpertWeights, given: tuple[torch.Tensor, ...], plan: Plan
+) -> list[Row]:
+    """Errors of one call on one rank: both GEMMs and the whole layer, one row each.
+
+    Args:
+        name, routing: how the rows are identified.
+        spec: the layer.
+        weights: all experts, on the GPU.
+        given: BF16 rows ``[M, H]``, ids and route weights ``[M, k]``, on the GPU.
+        plan: one that keeps the intermediate.
+    """
+    x, ids, route_weights = given
+    tokens = x.shape[0]
+    engine = CudaEngine(spec, Placement(ranks=1, local=(0,)), Control(None), tokens, deadline=10.0, plan=plan)
+    try:
+        engine.load([weights])
+        out = torch.empty_like(x)
+        call = Call(
+            x=x, scales=None, expert_ids=ids, expert_weights=route_weights, out=out, num_tokens=tokens, bound=tokens
+        )
+        engine.forward([call])
+        engine.check()
+        staged = _Given(*fp8_block.quantize_activations(x, spec.input_scales), ids, route_weights)
+        first, second = stage_errors(spec, weights, [engine.buffers(0)], [staged])
+    finally:
+        engine.close()
+    want = reference.forward(spec, weights, x, ids, route_weights)
+    assert isinstance(want, torch.Tensor)
+    shared: Row = {
+        "model": name,
+        "ranks": 1,
+        "experts_per_rank": spec.experts,
+        "tokens": tokens,
+        "routing": routing,
+        "engine": "megamoe",
+        "plan": mega.plan_name(plan),
+    }
+    errors = {"gate-up": first, "down": second, "layer": reference.relative_error(out, want)}
+    return [{**shared, "phase": phase, "error": float(f"{error:.5g}")} for phase, error in errors.items()]
+
+
+def measure(tokens: int = 1024) -> Iterator[Row]:
+    """Random data in the sizes of Flash and Pro, and the activations of a real text in the demo's DeepSeek-V3 model."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for name in ("flash", "pro"):
+        spec = replace(model(name).spec, experts=mega.EXPERTS_PER_RANK[name])
+        weights = mega.random_weights(spec, spec.experts, device)
+        for kind, plan in PLANS.items():
+            count = tokens if kind == "mixed" else min(tokens, 128)
+            calls, _ = mega.random_calls(spec, "random", count, [device])
+            given = (calls[0].x, calls[0].expert_ids, calls[0].expert_weights)
+            yield from rows_of(name, "random", spec, weights, given, plan)
+    with TemporaryDirectory() as directory:
+        made = make_checkpoint("deepseek-v3", Path(directory))
+        activations = layer_input(made, 1, byte_tokens(256, Path(__file__)))
+        checkpoint = megamoe.checkpoint(made, layer=1)
+        weights = checkpoint.read()
+        parts = {f.name: getattr(weights, f.name) for f in fields(weights)}
+        moved = {name: part.to(device) for name, part in parts.items() if isinstance(part, torch.Tensor)}
+        weights = replace(weights, **moved)
+    given = (
+        activations.activations.to(device),
+        activations.expert_ids.to(device),
+        activations.expert_weights.to(device),
+    )
+    for plan in PLANS.values():
+        yield from rows_of("demo-deepseek-v3", "text", checkpoint.spec, weights, given, plan)
+
+
+def main() -> None:
+    """Measure and write, for ``python -m megamoe.bench.stages``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of result files")
+    parser.add_argument("--commit", help="of the source, where there is no git")
+    chosen = parser.parse_args()
+    about = facts("layer", device="cuda:0", gpus=1, protocol=mega.PROTOCOL)
+    if chosen.commit:
+        about["commit"] = chosen.commit
+    rows = []
+    for row in measure():
+        rows.append(row)
+        print(row["model"], row["plan"], row["tokens"], row["phase"], row["error"], flush=True)
+    write(result_path(chosen.out, "layer", device_slug("cuda:0")), about, rows)
+
+
+if __name__ == "__main__":
+    main()

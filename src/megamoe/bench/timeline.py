@@ -68,7 +68,7 @@ def record(
         plan = replace(engine.plan_for(tokens), trace=True)
         engine.force_plan(plan)
         engine.warmup(tokens)
-        calls, _ = mega._calls(spec, routing, tokens, engine.devices)
+        calls, _ = mega.random_calls(spec, routing, tokens, engine.devices)
         for _ in range(3):
             engine.forward(calls)
         engine.check()

@@ -165,7 +165,7 @@ def _launch_kernel_ex() -> Callable[..., int]:
 class Libcuda:
     """The real driver, through ``cuda.bindings.driver``. Make it with `open_driver`.
 
-    `launcher` stands in tests for cuLaunchKernelEx as C has it: configuration, function, arguments and null, by address.
+    `launcher` stands in tests for C's cuLaunchKernelEx: configuration, function, arguments and null, by address.
     """
 
     device_type = "cuda"
