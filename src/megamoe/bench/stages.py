@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, Protocol
@@ -161,9 +161,13 @@ def measure(tokens: int = 1024) -> Iterator[Row]:
         activations = layer_input(made, 1, byte_tokens(256, Path(__file__)))
         checkpoint = megamoe.checkpoint(made, layer=1)
         weights = checkpoint.read()
-        parts = {f.name: getattr(weights, f.name) for f in fields(weights)}
-        moved = {name: part.to(device) for name, part in parts.items() if isinstance(part, torch.Tensor)}
-        weights = replace(weights, **moved)
+        weights = replace(
+            weights,
+            w13=weights.w13.to(device),
+            w2=weights.w2.to(device),
+            w13_scale=None if weights.w13_scale is None else weights.w13_scale.to(device),
+            w2_scale=None if weights.w2_scale is None else weights.w2_scale.to(device),
+        )
     given = (
         activations.activations.to(device),
         activations.expert_ids.to(device),
