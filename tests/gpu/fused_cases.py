@@ -69,6 +69,7 @@ def slice_of(weights: ExpertWeights, rank: int, ranks: int) -> ExpertWeights:
         w13_scale=weights.w13_scale[part],
         w2_scale=weights.w2_scale[part],
         first_expert=rank * n,
+        gate_up=weights.gate_up,
     )
 
 
