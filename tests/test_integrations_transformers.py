@@ -473,6 +473,21 @@ def test_the_host_is_checked_by_signature(monkeypatch: pytest.MonkeyPatch) -> No
         assert not hosted.register()  # said once
 
 
+@pytest.mark.parametrize(
+    ("version", "shut"), [("5.16.1", True), ("4.57.6", True), ("5.17.0.dev0", False), ("6.0", False)]
+)
+def test_old_hosts_are_left_alone(version: str, shut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosted, "_warned", {"ep_implementation"})
+    monkeypatch.setattr(host, "installed_version", lambda: version)
+    if shut:
+        with pytest.warns(
+            RuntimeWarning, match=rf"leaves experts_implementation of transformers {version} alone: it is"
+        ):
+            assert not hosted.register()
+    else:
+        assert hosted.register()
+
+
 @pytest.mark.skipif(not has_expert_parallel(), reason="Transformers before 5.23")
 def test_expert_parallelism_is_checked_by_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.distributed import expert_parallel
@@ -508,6 +523,11 @@ def test_the_example_on_two_ranks() -> None:
     differences = [float(one) for one in re.findall(r"differ by (\S+) from", done.stdout)]
     assert len(differences) == 2
     assert max(differences) < 3e-2  # a token whose scores nearly tie may choose another expert
+
+
+def test_the_package_asks_for_the_oldest_version() -> None:
+    project = (EXAMPLE.parent.parent / "pyproject.toml").read_text()
+    assert f'transformers = ["transformers>={host.OLDEST}"]' in project
 
 
 def test_register_checks_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,10 @@ def register(*, backend: Backend = "auto", max_tokens: int = 8192, deadline: flo
     version = host.installed_version()
     if version is None:
         raise EngineError(
-            "transformers", "not installed", "transformers >= 5.17", "Run: pip install 'megamoe[transformers]'."
+            "transformers",
+            "not installed",
+            f"transformers >= {host.OLDEST}",
+            "Run: pip install 'megamoe[transformers]'.",
         )
     layers.settings.backend, layers.settings.max_tokens, layers.settings.deadline = backend, max_tokens, deadline
     doors = host.examine()

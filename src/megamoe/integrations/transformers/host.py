@@ -1,17 +1,21 @@
-"""Whether the installed Transformers has the doors that this integration uses, by signature and not by version."""
+"""Whether the installed Transformers has the doors that this integration uses: by signature, from `OLDEST` on."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-__all__ = ["EXPERTS", "EXPERT_PARALLEL", "examine", "installed_version"]
+__all__ = ["EXPERTS", "EXPERT_PARALLEL", "OLDEST", "examine", "installed_version"]
 
 EXPERTS: Final = "experts_implementation"
 EXPERT_PARALLEL: Final = "ep_implementation"
+
+OLDEST: Final = "5.17"
+"""The oldest version that is tested. Older ones have functions of the same signatures around other modules."""
 
 _CALL: Final = ("hidden_states", "top_k_index", "top_k_weights")
 
@@ -22,6 +26,19 @@ def installed_version() -> str | None:
         return version("transformers")
     except PackageNotFoundError:
         return None
+
+
+def _too_old() -> str | None:
+    """Why the version alone keeps the doors shut."""
+    found = installed_version()
+    if found is None or _release(found) >= _release(OLDEST):
+        return None
+    return f"it is older than {OLDEST}"
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -71,7 +88,7 @@ def examine() -> dict[str, str | None]:
     doors = {}
     for door, look in ((EXPERTS, _experts), (EXPERT_PARALLEL, _expert_parallel)):
         try:
-            doors[door] = look()
+            doors[door] = _too_old() or look()
         except Exception as error:
             doors[door] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
     return doors
