@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import subprocess
 import sys
 import time
@@ -242,6 +243,7 @@ def test_other_names_give_the_same_bits(
         ({"y": torch.zeros(4, 128, dtype=torch.bfloat16)}, r"out: got shape \[4, 128\]"),
         ({"cumulative_local_expert_recv_stats": torch.zeros(SPEC.experts)}, "recv_stats: got torch.float32"),
         ({"num_tokens_bound": 3}, "bound = 3"),
+        ({"num_tokens_bound": 129}, "bound: got 129"),
     ],
 )
 def test_a_refused_call_leaves_the_buffer_usable(
@@ -318,9 +320,9 @@ def test_a_buffer_has_the_views_that_callers_write() -> None:
 )
 def test_the_name_for_both_architectures(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     buffer = deep_gemm.get_symm_buffer_for_mega_moe(None, 8, 130, 3, 256, 128, *arguments, **keywords)
-    assert buffer.num_max_tokens_per_rank == 384
+    assert buffer.num_max_tokens_per_rank == 256
     buffer.destroy()
-    for wrong in ((False, "swiglu"), (True, "situ"), (2, True), (0, True, "fp8xfp4")):
+    for wrong in ((False, "swiglu"), (True, "situ"), (2, True), (0, True, "mxf4xmxf4"), (0, None, "bf16xbf16")):
         with pytest.raises(EngineError):
             deep_gemm.get_symm_buffer_for_mega_moe(None, 8, 130, 3, 256, 128, *wrong)
 
@@ -340,6 +342,38 @@ def test_helpers() -> None:
     for keywords in ({"gran_k": 32}, {"use_packed_ue8m0": True}):
         with pytest.raises(EngineError, match="gran_k"):
             deep_gemm.utils.per_token_cast_to_fp8(x, **keywords)  # type: ignore[arg-type]
+
+
+PUBLIC = {
+    "get_symm_buffer_for_sm90_mega_moe": "group, num_experts, num_max_tokens_per_rank, num_topk, hidden, "
+    "intermediate_hidden, use_fp8_dispatch=True, activation='swiglu'",
+    "SM90SymmBuffer": "group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, "
+    "use_fp8_dispatch=True, activation='swiglu'",
+    "get_symm_buffer_for_mega_moe": "group, num_experts, num_max_tokens_per_rank, num_topk, hidden, "
+    "intermediate_hidden, num_shared_experts=0, use_fp8_dispatch=None, mma_type='fp8xfp4', activation='swiglu'",
+    "transform_weights_for_mega_moe_sm90": "l1_weights, l2_weights",
+    "fp8_mega_moe": "y, l1_weights, l2_weights, sym_buffer, cumulative_local_expert_recv_stats=None, "
+    "recipe=(128, 128, 128), activation='swiglu', activation_clamp=None, fast_math=True, num_tokens_bound=None",
+    "mega_moe_pre_dispatch_sm90": "x, topk_idx, topk_weights, buf_x, buf_x_sf, buf_topk_idx, buf_topk_weights, "
+    "num_tokens, group_size=128, routed_scaling_factor=1.0",
+    "per_token_cast_to_fp8": "x, use_ue8m0, gran_k=128, use_packed_ue8m0=False",
+    "per_block_cast_to_fp8": "x, use_ue8m0, gran_k=128",
+    "align": "x, y",
+    "ceil_div": "x, y",
+}
+"""What sgl-deep-gemm 0.2.5 has at its top level for MegaMoE on SM90, with the parameters as they are there."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_signatures_are_the_public_ones(name: str) -> None:
+    """Everything that can be passed there, by position or by name, can be passed here and defaults to the same."""
+    public = inspect.signature(eval(f"lambda {PUBLIC[name]}: 0")).parameters.values()
+    ours = list(inspect.signature(getattr(deep_gemm, name)).parameters.values())
+    for wanted, found in zip(public, ours, strict=False):
+        assert (found.name, found.kind) == (wanted.name, wanted.kind)
+        assert wanted.default in (found.default, inspect.Parameter.empty)
+    assert len(ours) >= len(public)
+    assert all(extra.default is not extra.empty for extra in ours[len(public) :])
 
 
 def test_names_that_do_not_exist_here_are_absent() -> None:

@@ -38,11 +38,14 @@ from megamoe.integrations.deep_gemm.mega import (
     transform_sf_into_required_layout,
     transform_weights_for_mega_moe_sm90,
 )
+from megamoe.integrations.deep_gemm.utils import align, ceil_div, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 __all__ = [
     "InternalViewError",
     "SM90SymmBuffer",
     "SymmBuffer",
+    "align",
+    "ceil_div",
     "fp8_mega_moe",
     "fp8_mega_moe_cooperative",
     "fp8_mega_moe_pingpong",
@@ -52,6 +55,8 @@ __all__ = [
     "install",
     "mega",
     "mega_moe_pre_dispatch_sm90",
+    "per_block_cast_to_fp8",
+    "per_token_cast_to_fp8",
     "real_module",
     "transform_sf_into_required_layout",
     "transform_weights_for_mega_moe_sm90",

@@ -32,6 +32,16 @@ _POOLS: Final = ("l1_acts", "l1_acts_sf", "l2_acts", "l2_acts_sf")
 _INTERNAL: Final = frozenset(("buffer", "handle", *_POOLS, *(f"shared_{pool}" for pool in _POOLS)))
 
 
+def only(name: str, given: object, allowed: object, way_out: str) -> None:
+    """Refuse what DeepGEMM has and this does not.
+
+    Raises:
+        EngineError: `given` is not `allowed`.
+    """
+    if given != allowed:
+        raise EngineError(name, given, repr(allowed), way_out)
+
+
 class InternalViewError(EngineError, AttributeError):
     """A view of DeepGEMM's buffer that is internal to its kernel and does not exist here.
 
@@ -80,10 +90,14 @@ class SymmBuffer:
         num_topk: int,
         hidden: int,
         intermediate_hidden: int,
+        use_fp8_dispatch: bool = True,
+        activation: str = "swiglu",
         *,
         backend: Backend = "auto",
         deadline: float = DEFAULT_DEADLINE,
     ) -> None:
+        only("use_fp8_dispatch", bool(use_fp8_dispatch), True, "Tokens travel as e4m3, a scale for each 128 columns.")
+        only("activation", activation, "swiglu", "Only (clamped) SwiGLU is computed.")
         positive_number(
             "num_max_tokens_per_rank", num_max_tokens_per_rank, integer=True, way_out="Pass the most tokens of a call."
         )

@@ -14,7 +14,7 @@ from megamoe.engine import Backend
 from megamoe.errors import EngineError, InputError, WeightError
 from megamoe.formats import fp8_block
 from megamoe.formats.layout import interleave_gate_up
-from megamoe.integrations.deep_gemm.buffer import SymmBuffer, Weights, check_capacity
+from megamoe.integrations.deep_gemm.buffer import SymmBuffer, Weights, check_capacity, only
 from megamoe.integrations.refusal import refuse
 from megamoe.spec import BLOCK
 
@@ -35,19 +35,7 @@ __all__ = [
 SM90SymmBuffer = SymmBuffer
 
 _TOKEN_ALIGNMENT: Final = 128
-_SM100_TOKEN_ALIGNMENT: Final = 384
 _RECIPE: Final = (128, 128, 128)
-
-
-def _only(name: str, given: object, allowed: object, way_out: str) -> None:
-    if given != allowed:
-        raise EngineError(name, given, repr(allowed), way_out)
-
-
-def _check_numerics(use_fp8_dispatch: bool, activation: str, num_shared_experts: int) -> None:
-    _only("use_fp8_dispatch", bool(use_fp8_dispatch), True, "Tokens travel as e4m3 with a scale for each 128 columns.")
-    _only("activation", activation, "swiglu", "Only (clamped) SwiGLU is computed.")
-    _only("num_shared_experts", num_shared_experts, 0, "Run shared experts beside the call and add their output.")
 
 
 def get_symm_buffer_for_sm90_mega_moe(
@@ -86,7 +74,7 @@ def get_symm_buffer_for_sm90_mega_moe(
         EngineError: numerics or features that do not exist here; also as `MegaMoE`.
         SpecError, FormatError, InputError, PeerError, DeadlineError: as `MegaMoE`.
     """
-    _check_numerics(use_fp8_dispatch, activation, num_shared_experts)
+    only("num_shared_experts", num_shared_experts, 0, "Run shared experts beside the call and add their output.")
     if l2_act_sf_gran_k not in (None, BLOCK):
         raise EngineError(
             "l2_act_sf_gran_k",
@@ -101,6 +89,8 @@ def get_symm_buffer_for_sm90_mega_moe(
         num_topk,
         hidden,
         intermediate_hidden,
+        use_fp8_dispatch,
+        activation,
         backend=backend,
         deadline=deadline,
     )
@@ -115,31 +105,34 @@ def get_symm_buffer_for_mega_moe(
     intermediate_hidden: int,
     num_shared_experts: int | bool = 0,
     use_fp8_dispatch: bool | str | None = None,
-    mma_type: str = "fp8xfp8",
+    mma_type: str = "fp8xfp4",
     activation: str = "swiglu",
     *,
     backend: Backend = "auto",
     deadline: float = DEFAULT_DEADLINE,
 ) -> SymmBuffer:
-    """`get_symm_buffer_for_sm90_mega_moe` under the name that code for both architectures calls; capacity rounded up to
-    a multiple of 384, as under that name.
+    """`get_symm_buffer_for_sm90_mega_moe` under the name that code for both architectures calls.
 
-    The older form ``(..., intermediate_hidden, use_fp8_dispatch=True, activation="swiglu")`` is understood too.
+    The older form ``(..., intermediate_hidden, use_fp8_dispatch=True, activation="swiglu")`` is understood too. Of
+    `mma_type` only the tokens' half counts on SM90, there and here: it must be fp8.
     """
     shared, fp8_dispatch = int(num_shared_experts), use_fp8_dispatch in (None, True)
     if isinstance(num_shared_experts, bool):
         shared, fp8_dispatch = 0, num_shared_experts
         if isinstance(use_fp8_dispatch, str):
             activation = use_fp8_dispatch
-    _only("mma_type", mma_type, "fp8xfp8", "Pass weights as FP8 with 128x128 scales to fp8_mega_moe.")
-    _check_numerics(fp8_dispatch, activation, shared)
-    return SymmBuffer(
+    if mma_type.partition("x")[0] != "fp8":
+        raise EngineError("mma_type", mma_type, "'fp8x...': tokens travel as e4m3", "Leave it out on SM90.")
+    return get_symm_buffer_for_sm90_mega_moe(
         group,
         num_experts,
-        -(-num_max_tokens_per_rank // _SM100_TOKEN_ALIGNMENT) * _SM100_TOKEN_ALIGNMENT,
+        num_max_tokens_per_rank,
         num_topk,
         hidden,
         intermediate_hidden,
+        fp8_dispatch,
+        activation,
+        num_shared_experts=shared,
         backend=backend,
         deadline=deadline,
     )
@@ -176,9 +169,9 @@ def transform_sf_into_required_layout(
         EngineError: another recipe, activation scales, or a cast to UE8M0.
         WeightError: scales of another dtype or shape.
     """
-    _only("recipe", tuple(recipe)[-2:], (BLOCK, BLOCK), "Weights have one scale for each 128 x 128 block.")
-    _only("is_sfa", bool(is_sfa), False, "Scales of activations need no transform here.")
-    _only("disable_ue8m0_cast", bool(disable_ue8m0_cast), True, "Scales stay float32.")
+    only("recipe", tuple(recipe)[-2:], (BLOCK, BLOCK), "Weights have one scale for each 128 x 128 block.")
+    only("is_sfa", bool(is_sfa), False, "Scales of activations need no transform here.")
+    only("disable_ue8m0_cast", bool(disable_ue8m0_cast), True, "Scales stay float32.")
     want = (*(() if num_groups is None else (num_groups,)), -(-mn // BLOCK), -(-k // BLOCK))
     if sf.dtype != torch.float32 or tuple(sf.shape) != want:
         raise WeightError("sf", f"{sf.dtype} {list(sf.shape)}", f"torch.float32 {list(want)}", "Pass block scales.")
@@ -210,7 +203,7 @@ def mega_moe_pre_dispatch_sm90(
         EngineError: another group size.
         InputError: more tokens than `x` or the views have.
     """
-    _only("group_size", group_size, BLOCK, "Activations have one scale for each 128 columns.")
+    only("group_size", group_size, BLOCK, "Activations have one scale for each 128 columns.")
     most = min(len(buf_x), len(x), len(topk_idx), len(topk_weights))
     if not 0 <= num_tokens <= most:
         raise InputError("num_tokens", num_tokens, f"0 to {most}, the rows given", "Split the batch.")
@@ -247,7 +240,6 @@ def fp8_mega_moe(
     activation: str = "swiglu",
     activation_clamp: float | None = None,
     fast_math: bool = True,
-    *,
     num_tokens_bound: int | None = None,
 ) -> None:
     """Run the experts on the first ``y.size(0)`` rows of the buffer's views; collective over the buffer's group.
@@ -268,15 +260,15 @@ def fp8_mega_moe(
         activation: must be ``"swiglu"``.
         activation_clamp: SwiGLU clamp; None or infinity for none.
         fast_math: permission for cheaper arithmetic, of which no use is made: results are the same either way.
-        num_tokens_bound: largest token count of any rank, equal on all; default: the buffer's capacity.
+        num_tokens_bound: largest token count of any rank, equal on all; None or 0: the buffer's capacity.
 
     Raises:
         EngineError: numerics that do not exist here.
         WeightError, InputError, PeerError, DeadlineError: as `MegaMoE`; the buffer stays usable.
         ClosedError: the buffer was destroyed.
     """
-    _only("recipe", tuple(recipe), _RECIPE, "Scales are per 128 x 128 block and per 128 columns.")
-    _only("activation", activation, "swiglu", "Only (clamped) SwiGLU is computed.")
+    only("recipe", tuple(recipe), _RECIPE, "Scales are per 128 x 128 block and per 128 columns.")
+    only("activation", activation, "swiglu", "Only (clamped) SwiGLU is computed.")
     layer = sym_buffer.layer(l1_weights, l2_weights, _clamp(activation_clamp))
     tokens = y.shape[0] if y.dim() else 0
     stats = cumulative_local_expert_recv_stats
@@ -289,7 +281,7 @@ def fp8_mega_moe(
         sym_buffer.topk_idx[:tokens],
         sym_buffer.topk_weights[:tokens],
         out=y,
-        bound=num_tokens_bound,
+        bound=num_tokens_bound or None,
     )
     if stats is not None and before is not None:
         stats += (layer.stats - before).to(stats)
