@@ -98,11 +98,10 @@ def test_logits_of_fp8_experts(hosted: Any, family: str, scale_format: str) -> N
     register_oracle()
     model = make_model(family, hidden=512)
     quantize_experts(model, "fp8", scale_format)
+    model.to(DEVICE)  # for the oracle too: the rest of the model rounds otherwise on a CPU, by 3 %
     teacher = Teacher()
     want = teacher.logits(model, "oracle")
-    on_gpu = teacher.logits(model.to(DEVICE), "megamoe").cpu()
-    # The rest of the model runs in BF16 on the GPU as well.
-    assert reference.relative_error(on_gpu, want) < 3e-2
+    assert reference.relative_error(teacher.logits(model, "megamoe"), want) < 1.2e-2
 
 
 def experts(family: str = "qwen3-moe", *, quantised: bool) -> Any:
