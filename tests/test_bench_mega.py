@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from megamoe.bench import layer, mega
+from megamoe.bench.layer_table import tables
 from megamoe.bench.models import model
 from megamoe.bench.request import Request
 from megamoe.cuda.fused import sizes_of
@@ -65,3 +69,14 @@ def test_the_gpu_engine_is_measured_where_it_would_be_chosen(
     assert (rows == [{"by": "gpu"}]) is by_gpu
     if not by_gpu:
         assert [row["variant"] for row in rows] == ["cpu"]
+
+
+def test_the_documentation_shows_the_record() -> None:
+    """Every table of the record is in the documentation as the command prints it."""
+    root = Path(__file__).parents[1]
+    text = (root / "docs" / "tuning.md").read_text()
+    document = json.loads((root / "benchmarks" / "results" / "layer-h200.json").read_text())
+    shown = dict(tables(document))
+    assert {title.split(",")[0] for title in shown} >= {"flash", "pro", "errors"}
+    for title, table in shown.items():
+        assert table in text, title

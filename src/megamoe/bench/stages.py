@@ -186,11 +186,10 @@ def main() -> None:
     about = facts("layer", device="cuda:0", gpus=1, protocol=mega.PROTOCOL)
     if chosen.commit:
         about["commit"] = chosen.commit
-    rows = []
+    path = result_path(chosen.out, "layer", device_slug("cuda:0"))
     for row in measure():
-        rows.append(row)
         print(row["model"], row["plan"], row["tokens"], row["phase"], row["error"], flush=True)
-    write(result_path(chosen.out, "layer", device_slug("cuda:0")), about, rows)
+        write(path, about, [row])
 
 
 if __name__ == "__main__":
