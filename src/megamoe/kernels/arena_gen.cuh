@@ -18,9 +18,9 @@ struct Params {
   u64 arena_at[9];  // byte offset of each field
   u8* workspace;
   u64 workspace_at[14];
-  const u8* w13;  // tiles of 128 gate/up rows (alternating by 8) x 128, swizzled
+  const u8* w13;  // tiles of 128 gate/up rows (alternating by 8) x 128, swizzled; unused for rows
   const float* w13_scales;  // [expert][256 rows][k-block] gate, up, gate, up
-  const u8* w2;  // tiles of 128 rows x 128, swizzled
+  const u8* w2;  // tiles of 128 rows x 128, swizzled; unused for rows
   const float* w2_scales;  // [expert][256 rows][k-block] rows 0-127 twice, rows 128-255 twice
   __nv_bfloat16* out;  // [tokens][H]
   u64 out_stride;  // elements from one output row to the next
