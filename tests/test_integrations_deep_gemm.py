@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import time
@@ -374,6 +375,15 @@ def test_signatures_are_the_public_ones(name: str) -> None:
         assert wanted.default in (found.default, inspect.Parameter.empty)
     assert len(ours) >= len(public)
     assert all(extra.default is not extra.empty for extra in ours[len(public) :])
+
+
+def test_the_page_names_what_there_is() -> None:
+    page = (EXAMPLE.parent.parent / "docs" / "integrations" / "deep_gemm.md").read_text()
+    section = page.partition("## Names")[2].partition("##")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    own = {"InternalViewError", "SymmBuffer", "install", "uninstall", "real_module", "mega", "utils"}
+    assert named == set(deep_gemm.__all__) - own
 
 
 def test_names_that_do_not_exist_here_are_absent() -> None:
