@@ -93,8 +93,9 @@ def forward(
     name = ""
     if group is None:
         most = hidden_states.shape[0]
-        # Versions that do not say whether experts are shared out over ranks may mark routes to other ranks.
-        if getattr(module, "_is_expert_parallel", True):
+        # 5.17 does not say of a module that its experts are shared out over ranks, only that the model is sharded.
+        own = module.__dict__
+        if own.get("_is_expert_parallel", own.get("_is_hooked", False)):
             top_k_index = top_k_index.masked_fill(top_k_index == parameters.gate_up.shape[0], -1)
     else:
         name = group.group_name
