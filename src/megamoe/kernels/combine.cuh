@@ -23,17 +23,22 @@ MEGAMOE_DEVICE void add_bf16x2(float (&sum)[2], u32 word) {
   sum[1] = __fadd_rn(sum[1], __uint_as_float(word & 0xffff0000u));
 }
 
-// One warp, tokens first, first + step, ...; a failed call gives NaN.
+// Warp `first` of `step` warps. Where there are fewer tokens than warps, several share the columns of one: a warp has the
+// loads of only 256 columns in flight. A failed call gives NaN.
 MEGAMOE_DEVICE void combine_tokens(const Params& p, u32 tokens, u32 first, u32 step, bool failed) {
-  const u32 lane = ptx::lane_index();
-  for (u32 t = first; t < tokens; t += step) {
+  constexpr u32 kSpans = (kHidden + 255) / 256;
+  const u32 lane = ptx::lane_index(), sharing = tokens == 0 || tokens >= step ? 1 : step / tokens;
+  const u32 spans = (kSpans + sharing - 1) / sharing, pieces = (kSpans + spans - 1) / spans;
+  for (u32 i = first; i < tokens * pieces; i += step) {
+    const u32 t = i / pieces, begin = (i - t * pieces) * spans * 256;
+    const u32 end = begin + spans * 256 < kHidden ? begin + spans * 256 : kHidden;
     const int* ids = arena::ids(p, p.rank) + t * kTopk;
     const __nv_bfloat16* y = arena::y(p, p.rank) + static_cast<u64>(t) * kTopk * kHidden;
     __nv_bfloat16* out = p.out + t * p.out_stride;
     u32 routes = 0;  // bit j: slot j has a route
 #pragma unroll
     for (u32 j = 0; j < kTopk; ++j) routes |= (is_route(ids[j]) ? 1u : 0u) << j;
-    for (u32 column = lane * 8; column < kHidden; column += 256) {
+    for (u32 column = begin + lane * 8; column < end; column += 256) {
       uint4 v[kTopk];  // all loads before the first sum
 #pragma unroll
       for (u32 j = 0; j < kTopk; ++j) {

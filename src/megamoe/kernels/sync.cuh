@@ -46,6 +46,9 @@ MEGAMOE_DEVICE void report_expired(const Params& p, Phase phase, u32 index, u32 
   ptx::st_release_sys(p.report + kExpired, 1u);
 }
 
+// Looks at the awaited word between two looks at the abort word and the deadline.
+constexpr u32 kLooks = 8;
+
 // Waits until `reached(load())`. `load` is an acquire of one word. False: the wait expired, here or elsewhere. The caller
 // then goes on only as far as other roles need it to end, and counts nothing as done: so a rank that sees all ranks' done
 // words has right results, and all others fill their output with NaN. Every address formed from stale data is valid.
@@ -55,9 +58,10 @@ MEGAMOE_DEVICE bool spin_until(const Params& p, Phase phase, u32 index, u32 awai
   if (reached(seen)) return true;
   const u64 deadline = ptx::deadline_after(p.timeout_ns);
 #pragma unroll 1
-  while (true) {
+  for (u32 looks = 1;; ++looks) {
     seen = load();
     if (reached(seen)) return true;
+    if (looks % kLooks != 0) continue;  // the abort word and the clock take as long as the look itself
     if (aborted(p)) return false;
     if (ptx::deadline_passed(deadline)) {
       report_expired(p, phase, index, awaited, static_cast<u32>(seen));
