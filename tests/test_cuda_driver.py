@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +36,6 @@ class Bindings:
         return object.__getattribute__(self, name)
 
 
-def never(*_: Any) -> int:
-    raise AssertionError("a launch")
-
-
 def contexts() -> tuple[dict[str, Callable[..., tuple[Any, ...]]], list[int]]:
     """Functions that keep a stack of contexts; the primary context of GPU i is 100 + i."""
     stack: list[int] = []
@@ -66,10 +61,10 @@ def attributes(config: Any) -> dict[str, bytes]:
 
 
 def test_launch_attributes() -> None:
-    plain = Libcuda(Bindings(), never).prepare(LaunchConfig(threads=384, dynamic_shared=1000), 5)
+    plain = Libcuda(Bindings()).prepare(LaunchConfig(threads=384, dynamic_shared=1000), 5)
     assert plain.config.numAttrs == 0
     assert (plain.config.blockDimX, plain.config.sharedMemBytes) == (384, 1000)
-    full = Libcuda(Bindings(), never).prepare(LaunchConfig(threads=1, cluster=4, dependent=True, cooperative=True), 5)
+    full = Libcuda(Bindings()).prepare(LaunchConfig(threads=1, cluster=4, dependent=True, cooperative=True), 5)
     found = attributes(full.config)
     assert full.config.numAttrs == 3
     assert found["CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"][:12] == b"\4\0\0\0\1\0\0\0\1\0\0\0"
@@ -81,26 +76,23 @@ def test_launch_passes_what_it_is_given_and_translates_errors() -> None:
     seen: list[tuple[int, ...]] = []
     results = [OK, OK, bindings.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, OK]
 
-    def launch(config: Any, function: Any, arguments: Any, extra: Any) -> int:
-        grid, shared = (ctypes.c_uint32.from_address(config.value + at).value for at in (0, 24))
-        stream = ctypes.c_uint64.from_address(config.value + 32).value  # as cuda.h lays CUlaunchConfig out
-        assert (shared, extra) == (1000, None)
-        seen.append((grid, stream, function.value, arguments.value))
-        return int(results[len(seen) - 1])
+    def launch(config: Any, function: Any, arguments: int, extra: int) -> tuple[Any, ...]:
+        seen.append((config.gridDimX, int(config.hStream), int(function), arguments, extra))
+        return (results[len(seen) - 1],)
 
-    driver = Libcuda(Bindings(), launch)
-    prepared = driver.prepare(LaunchConfig(threads=32, dynamic_shared=1000), 77)
+    driver = Libcuda(Bindings(cuLaunchKernelEx=launch))
+    prepared = driver.prepare(LaunchConfig(threads=32), 77)
     driver.launch(prepared, 1234, 5, 9)
     driver.launch(prepared, 1234, 6, 0)
     with pytest.raises(EngineError, match=r"cuLaunchKernelEx: got CUDA_ERROR_COOPERATIVE.*Launch fewer blocks"):
         driver.launch(prepared, 1234, 7, 0)
     driver.launch(prepared, 1234, 7, 1)
-    assert seen == [(5, 9, 77, 1234), (6, 0, 77, 1234), (7, 0, 77, 1234), (7, 1, 77, 1234)]
+    assert seen == [(5, 9, 77, 1234, 0), (6, 0, 77, 1234, 0), (7, 0, 77, 1234, 0), (7, 1, 77, 1234, 0)]
 
 
 def test_contexts_are_pushed_and_popped_even_after_an_error() -> None:
     functions, stack = contexts()
-    driver = Libcuda(Bindings(**functions), never)
+    driver = Libcuda(Bindings(**functions))
     assert not driver.is_current(0)
 
     def fails_inside() -> None:
@@ -125,7 +117,7 @@ def test_parameters_are_counted_in_the_context_of_the_gpu() -> None:
             return bindings.CUresult.CUDA_ERROR_INVALID_VALUE, None, None
         return OK, 0, sizes[index]
 
-    driver = Libcuda(Bindings(**functions, cuKernelGetParamInfo=info), never)
+    driver = Libcuda(Bindings(**functions, cuKernelGetParamInfo=info))
     assert driver.parameter_sizes(5, 2) == sizes
 
 
@@ -144,7 +136,7 @@ def test_the_limit_of_shared_memory_only_rises(limit: int, wanted: int, sets: li
         cuKernelSetAttribute=set_attribute,
         cuKernelGetFunction=lambda kernel: (OK, bindings.CUfunction(1)),
     )
-    Libcuda(fake, never).make_resident(5, 0, wanted)
+    Libcuda(fake).make_resident(5, 0, wanted)
     assert given == sets
     assert "cuKernelGetFunction" in fake.calls  # loaded now, not at the first launch
 
@@ -156,7 +148,7 @@ def test_tensor_maps_are_described_as_cuda_wants_them() -> None:
         seen.extend(arguments)
         return OK, bindings.CUtensorMap()
 
-    driver = Libcuda(Bindings(cuTensorMapEncodeTiled=encode), never)
+    driver = Libcuda(Bindings(cuTensorMapEncodeTiled=encode))
     spec = TensorMapSpec(4096, "bfloat16", (64, 10, 3), (128, 1280), (64, 8, 1), swizzle=64)
     assert len(driver.encode_tensor_map(spec)) == 128
     assert seen[0] == bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from megamoe.errors import EngineError
 
@@ -141,38 +141,24 @@ class Driver(Protocol):
 
 
 class _Prepared:
-    """A launch configuration that is patched in place, what it holds now, and where it and its function are for C."""
+    """A launch configuration that is patched in place, and what it holds now."""
 
-    __slots__ = ("address", "config", "function", "grid", "handle", "launcher", "stream")
+    __slots__ = ("config", "function", "grid", "stream")
 
-    def __init__(self, config: Any, function: Any, launcher: Callable[..., int]) -> None:
+    def __init__(self, config: Any, function: Any) -> None:
         self.config = config
         self.function = function
         self.grid = 1
         self.stream = 0
-        self.address = ctypes.c_void_p(int(config.getPtr()))
-        self.handle = ctypes.c_void_p(int(function))
-        self.launcher = launcher
-
-
-def _launch_kernel_ex() -> Callable[..., int]:
-    """cuLaunchKernelEx itself, which takes addresses: the bindings' function copies every field of a launch anew."""
-    found = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    found.restype = ctypes.c_int
-    return cast("Callable[..., int]", found)
 
 
 class Libcuda:
-    """The real driver, through ``cuda.bindings.driver``. Make it with `open_driver`.
-
-    `launcher` stands in tests for C's cuLaunchKernelEx: configuration, function, arguments and null, by address.
-    """
+    """The real driver, through ``cuda.bindings.driver``. Make it with `open_driver`."""
 
     device_type = "cuda"
 
-    def __init__(self, bindings: Any, launcher: Callable[..., int] | None = None) -> None:
+    def __init__(self, bindings: Any) -> None:
         self._d = bindings
-        self._launcher = launcher
         self._success = bindings.CUresult.CUDA_SUCCESS
         self._ok = int(self._success)
         self._contexts: dict[int, tuple[Any, int]] = {}
@@ -332,9 +318,7 @@ class Libcuda:
             c.attrs = attributes
         c.numAttrs = len(attributes)
         # A kernel handle is taken in place of a function: CUDA finds the function of the stream's context.
-        if self._launcher is None:
-            self._launcher = _launch_kernel_ex()
-        return _Prepared(c, d.CUfunction(kernel), self._launcher)
+        return _Prepared(c, d.CUfunction(kernel))
 
     def launch(self, prepared: _Prepared, arguments: int, grid: int, stream: int) -> None:
         """Launch `grid` blocks; `arguments` is the address of an array of addresses, one per kernel parameter."""
@@ -342,9 +326,9 @@ class Libcuda:
             prepared.grid = prepared.config.gridDimX = grid
         if prepared.stream != stream:
             prepared.stream = prepared.config.hStream = stream
-        code = prepared.launcher(prepared.address, prepared.handle, ctypes.c_void_p(arguments), None)
-        if code:
-            self._check("cuLaunchKernelEx", (self._d.CUresult(code),))
+        result = self._d.cuLaunchKernelEx(prepared.config, prepared.function, arguments, 0)
+        if result[0] is not self._success:
+            self._check("cuLaunchKernelEx", result)
 
     def max_active_clusters(self, config: LaunchConfig, kernel: int, ordinal: int) -> int:
         """How many clusters (blocks, without clusters) of `kernel` GPU `ordinal` holds at once."""

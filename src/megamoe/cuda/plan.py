@@ -67,7 +67,6 @@ class Plan:
         staging_buffers: staging buffers of a math warpgroup.
         pulled_rows: token rows that a CTA's dispatch warp has in flight.
         wave_experts: experts of one wave of the tile order; None: all of a rank, so all first GEMMs come first.
-        prefetch_blocks: k-blocks of its first weight tile that a CTA asks the L2 for while it routes.
         lag: waves by which the second GEMM stays behind the first.
         weights: how the weights lie in memory. The engine sets it to what was loaded; the bits are the same.
         peek: test the next stage's barrier under the last product of a k-block.
@@ -85,7 +84,6 @@ class Plan:
     staging_buffers: int = 1
     pulled_rows: int = 1
     wave_experts: int | None = None
-    prefetch_blocks: int = 0
     lag: int = 0
     weights: WeightLayout = "tiles"
     peek: bool = True
@@ -150,8 +148,6 @@ class Plan:
             raise EngineError("plan.wave_experts", self.wave_experts, "None or at least 1", "")
         if self.lag < 0:
             raise EngineError("plan.lag", self.lag, "0 or more", "")
-        if self.prefetch_blocks < 0:
-            raise EngineError("plan.prefetch_blocks", self.prefetch_blocks, "0 or more", "")
         if self.weights not in get_args(WeightLayout):
             raise EngineError("plan.weights", self.weights, " or ".join(map(repr, get_args(WeightLayout))), "")
         registers = 128 * self.role_registers + 256 * self.math_registers
@@ -193,7 +189,6 @@ class Plan:
             "kPulledRows": self.pulled_rows,
             "kWaveExperts": min(self.wave_experts or sizes.local_experts, sizes.local_experts),
             "kLag": self.lag,
-            "kPrefetchBlocks": self.prefetch_blocks,
             "kRowMajorWeights": self.weights == "rows",
             "kPeek": self.peek,
             "kTrace": self.trace,

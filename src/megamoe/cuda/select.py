@@ -13,9 +13,6 @@ __all__ = ["MAX_SWAP_TOKENS_PER_EXPERT", "select_plan"]
 MAX_SWAP_TOKENS_PER_EXPERT = 48
 """Up to this many tokens an expert (mean of a full call) the time is the read of the weights: swapped tiles."""
 
-PREFETCH_BLOCKS = 8
-"""256 KiB a CTA: what the memory delivers while a call routes."""
-
 
 def _fit(plan: Plan, sizes: Sizes, **changes: tuple[int, ...]) -> Plan:
     """`plan` with the first combination of values that fits into shared memory, later fields given up first."""
@@ -31,7 +28,7 @@ def select_plan(sizes: Sizes, bound: int) -> Plan:
     """The plan for calls of at most `bound` tokens a rank. Every rank makes the same choice."""
     routes = bound * sizes.topk * sizes.ranks / sizes.experts
     if routes <= MAX_SWAP_TOKENS_PER_EXPERT:
-        plan = Plan(wide=False, swap=True, prefetch_blocks=PREFETCH_BLOCKS)
+        plan = Plan(wide=False, swap=True)
         return _fit(plan, sizes, stages=(4, 3, 2), pulled_rows=(4, 2, 1), staging_buffers=(1,))
     plan = Plan(wide=True, swap=True)
     if sizes.hidden < 256 or sizes.intermediate < 256:

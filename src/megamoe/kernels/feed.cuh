@@ -16,22 +16,6 @@ struct Maps {
   CUtensorMap w13, w2;
 };
 
-// Asks the L2 for the beginning of the weights that this CTA will take first: routing and the first rows leave the memory
-// idle for about 10 us. The guess is right when every expert before has tokens for one tile; a wrong one costs what it
-// reads. Nothing here depends on an earlier kernel of this call.
-MEGAMOE_DEVICE void prefetch_weights(const Params& p) {
-  constexpr u32 kBlocks = config::kPrefetchBlocks < kBlocks1 ? config::kPrefetchBlocks : kBlocks1;
-  if constexpr (kBlocks == 0 || kRowMajorWeights) return;
-  const u32 expert = blockIdx.x / kTiles1, column = blockIdx.x % kTiles1;
-  if (expert >= kLocalExperts || p.tokens * kTopk < 2 * kLocalExperts) return;
-  const u8* from = p.w13 + static_cast<u64>((expert * kTiles1 + column) * 2 * kBlocks1) * kWeightTileBytes;
-#pragma unroll 1
-  for (u32 b = 0; b < kBlocks; ++b) {
-    ptx::bulk_prefetch(from + b * kWeightTileBytes, kWeightTileBytes);
-    ptx::bulk_prefetch(from + (kBlocks1 + b) * kWeightTileBytes, kWeightTileBytes);
-  }
-}
-
 class Feed {
  public:
   MEGAMOE_DEVICE Feed(const Maps& maps, const Params& p, Smem base)

@@ -119,7 +119,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   trace(Event::kStart);
   if (threadIdx.x == 0) {
     init_fused_barriers(base);
-    prefetch_weights(p);
     ptx::grid_dependency_wait();  // launched while the staging kernel drains: nothing global is touched before
     set_fact(base, kEpoch, ptx::ld_relaxed_gpu(workspace::epoch(p)) + 1);
     set_fact(base, kTokens, call_tokens(p));

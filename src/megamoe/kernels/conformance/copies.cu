@@ -111,7 +111,6 @@ extern "C" __global__ void __launch_bounds__(128, 1) bulk_loads(const __grid_con
   init(base);
   clear(base, kTileBytes);
   if (threadIdx.x == 0) {
-    ptx::bulk_prefetch(p.image + 4000, 4096);  // changes no bytes
     ptx::mbarrier_arrive_expect_tx(base + kBarrier, 16 + 272 + 4096);
     ptx::bulk_load(base + (kTile + 48), p.image + 16, 16, base + kBarrier);
     ptx::bulk_load(base + (kTile + 512), p.image + 1040, 272, base + kBarrier);

@@ -59,10 +59,6 @@ MEGAMOE_DEVICE void bulk_load_multicast(Smem dst, const void* src, u32 bytes, Sm
       "l"(src), "r"(bytes), "r"(bar.address), "h"(mask)
       : "memory");
 }
-// Brings bytes into the L2; nothing waits for it, and it orders nothing.
-MEGAMOE_DEVICE void bulk_prefetch(const void* src, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
-}
 // dst may lie on a peer GPU.
 MEGAMOE_DEVICE void bulk_store(void* dst, Smem src, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src.address), "r"(bytes)

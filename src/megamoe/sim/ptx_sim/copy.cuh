@@ -28,7 +28,6 @@ MEGAMOE_DEVICE void bulk_load(Smem dst, const void* src, u32 bytes, Smem bar) {
 MEGAMOE_DEVICE void bulk_load_multicast(Smem dst, const void* src, u32 bytes, Smem bar, u16 mask) {
   sim::bulk_load(dst.pointer, src, bytes, bar.pointer, mask);
 }
-MEGAMOE_DEVICE void bulk_prefetch(const void* src, u32 bytes) { sim::bulk_prefetch(src, bytes); }
 MEGAMOE_DEVICE void bulk_store(void* dst, Smem src, u32 bytes) { sim::bulk_store(dst, src.pointer, bytes); }
 MEGAMOE_DEVICE void bulk_commit() { sim::bulk_commit(); }
 template <int Pending>

@@ -154,14 +154,6 @@ void tma_load(u8* dst, const CUtensorMap* map, u8* bar, int rank, int x, int y, 
   issue(std::move(e), dst, bar, mask, m.bytes());
 }
 
-// Only that the bytes are there: the L2 holds no values of its own.
-void bulk_prefetch(const void* src, u32 bytes) {
-  Fiber* f = SIM_ENTER;
-  (void)f;
-  preempt();
-  check_global(src, bytes, 16, false, "bulk prefetch");
-}
-
 void bulk_load(u8* dst, const void* src, u32 bytes, u8* bar, u32 mask) {
   Fiber* f = SIM_ENTER;
   preempt();

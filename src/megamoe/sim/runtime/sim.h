@@ -65,7 +65,6 @@ void tma_load(u8* dst, const CUtensorMap* map, u8* bar, int rank, int x, int y, 
 void tma_store(const CUtensorMap* map, const u8* src, int rank, int x, int y, int z);
 void prefetch_tensormap(const CUtensorMap* map);
 void bulk_load(u8* dst, const void* src, u32 bytes, u8* bar, u32 mask);
-void bulk_prefetch(const void* src, u32 bytes);
 void bulk_store(void* dst, const u8* src, u32 bytes);
 void bulk_commit();
 void bulk_wait(u32 pending, bool read_only);
