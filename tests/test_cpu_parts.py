@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import megamoe.cpu.experts as cpu_experts
 from megamoe import ExpertWeights, MegaMoE, MoESpec, reference
-from megamoe.cpu import fused
+from megamoe.cpu import fused, products
 from megamoe.cpu.routing import by_expert, pack_routes, plan_dispatch, unpack_routes
-from megamoe.cpu.small import run_padded
+from megamoe.cpu.small import run_apart, run_padded
 from megamoe.errors import InputError
 from megamoe.formats import fp8_block
 from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_float64, e4m3_to_half_bits, has_nan
@@ -125,7 +125,8 @@ def test_each_product_is_within_the_stage_bounds(weight_format: str, rows: int) 
     ids[:] = 5  # every route to one expert: each product has 3 * rows rows
     stages = reference.forward(SPEC, w, x, ids, weights, return_intermediates=True)
     experts = cpu_experts.make_experts(SPEC, w)
-    dense = experts._unpack(experts.rows(x, None))
+    dense = experts.operand(x, None)
+    assert torch.equal(dense, experts.unpack(experts.rows(x, None)))
     gate_up = torch.empty(rows, 2 * SPEC.intermediate)
     experts._gate_up.product(5, dense, gate_up)
     h = experts._activate(gate_up, weights[:, 0].contiguous())
@@ -136,6 +137,20 @@ def test_each_product_is_within_the_stage_bounds(weight_format: str, rows: int) 
     _, w2 = reference.expert_projections(w, 5)
     q, s = reference.requantize(h)
     assert reference.relative_error(down, reference.project(w2, q, s)) < 2.5e-3
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 17, 40])
+def test_float32_products(monkeypatch: pytest.MonkeyPatch, onednn: bool, rows: int) -> None:
+    if not onednn:
+        monkeypatch.setattr(products, "_has_onednn", lambda: False)
+    generator = torch.Generator().manual_seed(rows)
+    x, matrix = torch.randn(rows, 256, generator=generator), torch.randn(384, 256, generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(rows, 384, dtype=dtype)
+        products.multiply(x, matrix, out)
+        bound = 1e-6 if dtype == torch.float32 else 2.5e-3
+        assert reference.relative_error(out, x.double() @ matrix.double().T) < bound
 
 
 def test_one_expert_in_many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,16 +245,19 @@ def test_warmup_compiles_what_calls_need(monkeypatch: pytest.MonkeyPatch, weight
         ("decode_e4m3", fused._decode_e4m3(128)),
         ("matvec_e4m3", fused._matvec_e4m3(128)),
         ("matvec_bf16", fused._matvec_bf16),
+        ("round_e4m3", fused._round_e4m3("float32")),
     ):
         stand_in = fused.Fused(function)
         stand_in._compiled = lambda *a, name=name, function=function: (used.append(name), function(*a))[1]
-        monkeypatch.setattr(fused, name, stand_in if name == "matvec_bf16" else {128: stand_in})
+        by_kind = {"matvec_bf16": stand_in, "round_e4m3": {"float32": stand_in}}
+        monkeypatch.setattr(fused, name, by_kind.get(name, {128: stand_in}))
     spec = MoESpec(hidden=384, intermediate=256, experts=6, topk=2)
     with MegaMoE(spec) as layer:
         layer.load(make_weights(spec, weight_format))
         layer.warmup()
         assert not layer.stats.any()
-    assert set(used) == ({"matvec_bf16"} if weight_format == "bf16" else {"decode_e4m3", "matvec_e4m3"})
+    fp8 = {"decode_e4m3", "matvec_e4m3", "round_e4m3"}
+    assert set(used) == ({"matvec_bf16"} if weight_format == "bf16" else fp8)
 
 
 def test_fused_decoding_is_exact_for_every_byte() -> None:
@@ -253,6 +271,26 @@ def test_fused_decoding_is_exact_for_every_byte() -> None:
     assert torch.equal(out.nan_to_num(0.5), expected.nan_to_num(0.5))
 
 
+@pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_rounding_has_the_bits_of_the_format(scale_format: Any, dtype: torch.dtype) -> None:
+    """BF16 rows have many exact ties between e4m3 values, where an ulp of the multiplier decides."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(120, 384, generator=generator)
+    x[40:] *= torch.exp2(torch.randint(-40, 40, (80, 384), generator=generator))
+    x[:, 5] = 0
+    x[7, 128:256] = 0
+    x = x.to(dtype)
+    x[3, 200] = -torch.inf
+    x[5, 300] = torch.nan
+    x.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)[6, 0] = -1  # another NaN, all bits set
+    done = fused.round_e4m3[scale_format].call(x)
+    assert done is not None
+    want = fp8_block.dequantize_activations(*fp8_block.quantize_activations(x, scale_format))
+    assert torch.equal(done[0].isnan(), want.isnan())
+    assert torch.equal(done[0].nan_to_num(0.5), want.nan_to_num(0.5))
+
+
 def test_without_a_compiler_plain_operations_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("no compiler\nlong story")
@@ -262,6 +300,7 @@ def test_without_a_compiler_plain_operations_do_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fused, "LEAST_ELEMENTS", 0)
     monkeypatch.setattr(fused, "decode_e4m3", {128: broken})
     monkeypatch.setattr(fused, "matvec_e4m3", {128: broken})
+    monkeypatch.setattr(fused, "round_e4m3", {"float32": broken})
     spec = MoESpec(hidden=384, intermediate=256, experts=6, topk=2)
     w = make_weights(spec, "fp8_block")
     call = make_call(spec, 20)
@@ -277,7 +316,7 @@ def test_without_a_compiler_plain_operations_do_it(monkeypatch: pytest.MonkeyPat
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=0, max_size=24))
-def test_padded_bf16_products(route_experts: list[int]) -> None:
+def test_small_bf16_products(route_experts: list[int]) -> None:
     w = make_weights(SPEC, "bf16")
     routes = len(route_experts)
     if not routes:
@@ -288,8 +327,9 @@ def test_padded_bf16_products(route_experts: list[int]) -> None:
     expert, weight = torch.tensor(route_experts), torch.rand(routes)
     experts = cpu_experts.make_experts(SPEC, w)
     counts = torch.bincount(expert, minlength=SPEC.experts).tolist()
-    got = run_padded(x, row, expert, weight, counts, w.w13, w.w2, experts._operand)
-    want, _ = cpu_experts.Experts.run(experts, experts.rows(x, None), row, expert, weight)
+    want, _ = cpu_experts.Experts.run(experts, experts.operand(x, None), row, expert, weight)
     finite = row != 3
-    assert got[~finite].isnan().all()
-    assert reference.relative_error(got[finite], want[finite]) < 8e-3 or not finite.any()
+    for run in (run_padded, run_apart):
+        got = run(x, row, expert, weight, counts, w.w13, w.w2, experts._operand)
+        assert got[~finite].isnan().all()
+        assert reference.relative_error(got[finite], want[finite]) < 8e-3 or not finite.any()

@@ -131,8 +131,7 @@ class CpuEngine:
         x, scales = call.x, call.scales
         if len(plan.tokens) != len(x):
             x, scales = _take(x, plan.tokens), None if scales is None else scales[plan.tokens]
-        rows = experts.rows(x, scales)
-        down, counts = experts.run(rows, plan.row, plan.expert, plan.weight)
+        down, counts = experts.run(experts.operand(x, scales), plan.row, plan.expert, plan.weight)
         self._stats[0] += torch.tensor(counts)
         _combine(call, plan.position, down, ordered=True)
 
@@ -179,7 +178,10 @@ class CpuEngine:
                     weight.append(w)
                     first_row += len(rows)
                 down, counts = experts.run(
-                    torch.cat([rows for rows, _ in sources]), torch.cat(row), torch.cat(expert), torch.cat(weight)
+                    experts.unpack(torch.cat([rows for rows, _ in sources])),
+                    torch.cat(row),
+                    torch.cat(expert),
+                    torch.cat(weight),
                 )
                 self._stats[index] += torch.tensor(counts)
                 results.append(list(torch.split(down, [len(packed) for _, packed in sources])))

@@ -8,17 +8,18 @@ from collections.abc import Iterator
 import torch
 
 from megamoe.cpu import fused
+from megamoe.cpu.products import multiply
 from megamoe.cpu.routing import by_expert
-from megamoe.cpu.small import padding_pays, run_one_token, run_padded
+from megamoe.cpu.small import padding_pays, run_apart, run_one_token, run_padded
 from megamoe.formats import fp8_block, mxfp4, ue8m0
 from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_half_bits, has_nan
-from megamoe.spec import BLOCK, MoESpec
+from megamoe.spec import BLOCK, MoESpec, ScaleFormat
 from megamoe.weights import INTERLEAVED_ROWS, ExpertWeights, GateUpOrder
 
 __all__ = ["Experts", "make_experts"]
 
-_BATCH_ROUTES = 4096
-"""Routes whose intermediates are held at once: bounds the scratch memory of a large call."""
+_BATCH_ROUTES = 1024
+"""Routes whose intermediates are held at once: few enough that they stay in a cache of some ten megabytes."""
 
 Piece = tuple[int, int, int]
 """An expert and its routes ``[begin, end)`` in expert-major order."""
@@ -41,12 +42,6 @@ def _batches(counts: list[int]) -> Iterator[list[Piece]]:
             begin = end
     if batch:
         yield batch
-
-
-def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
-    """`rows` with rows of zeros up to a multiple: the libraries' products are slower for odd numbers of columns."""
-    missing = -len(rows) % multiple
-    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 class Projection(ABC):
@@ -72,9 +67,9 @@ class Projection(ABC):
         single = [(expert, route - first) for expert, begin, end in few for route in range(begin, end)]
         if len(single) > 1:  # torch compiles sizes of one apart
             experts, rows = torch.tensor(single).unbind(1)
-            result = self.single_rows(experts, x[rows])
+            result = self.single_rows(experts, x.index_select(0, rows))
             if result is not None:
-                out[rows] = result.to(out.dtype)
+                out.index_copy_(0, rows, result.to(out.dtype))
                 pieces = [piece for piece in pieces if piece[2] - piece[1] > self.rows_apart]
         for expert, begin, end in pieces:
             self.product(expert, x[begin - first : end - first], out[begin - first : end - first])
@@ -82,12 +77,7 @@ class Projection(ABC):
 
 class _Bf16Projection(Projection):
     def product(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        matrix = self.values[expert]
-        if len(x) < (25 if torch.get_num_threads() > 1 else 45):
-            torch.mm(x, matrix.T, out=out)
-        else:
-            # With weights on the left the library splits the work better; measured from that many rows on.
-            out.copy_((matrix @ _padded(x, 16).T)[:, : len(x)].T)
+        torch.mm(x, self.values[expert].T, out=out)
 
     def single_rows(self, experts: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         if self.values[0].numel() < fused.LEAST_ELEMENTS:
@@ -113,13 +103,7 @@ class _Float32Projection(Projection):
 
     def product(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
         self._decode(expert, self._matrix)
-        if len(x) == 1:
-            out[0] = torch.mv(self._matrix, x[0])
-        elif len(x) == 2 or torch.get_num_threads() == 1:
-            out.copy_(x @ self._matrix.T)
-        else:
-            # With weights on the left, and no odd number of columns, the library splits the work better.
-            out.copy_((self._matrix @ _padded(x, 16).T)[:, : len(x)].T)
+        multiply(x, self._matrix, out)
 
 
 class _Fp8Projection(_Float32Projection):
@@ -195,8 +179,12 @@ class Experts(ABC):
         """The input as it travels: uint8 ``[M, row_bytes]``."""
 
     @abstractmethod
-    def _unpack(self, rows: torch.Tensor) -> torch.Tensor:
-        """The operand of the first product: ``[M, H]``."""
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        """The operand of the first product, ``[M, H]``, from rows that travelled."""
+
+    @abstractmethod
+    def operand(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """The operand of the first product from an input that stays on its rank: ``unpack(rows(x, scales))``."""
 
     @abstractmethod
     def _round(self, h: torch.Tensor) -> torch.Tensor:
@@ -208,43 +196,45 @@ class Experts(ABC):
         return gate, up
 
     def run(
-        self, rows: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
+        self, x: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, list[int]]:
         """The down projection of every route, and the number of routes of every expert.
 
         Args:
-            rows: uint8 ``[rows, row_bytes]``.
-            row, expert: int64 ``[routes]``: index into `rows`, and local expert.
+            x: operand of the first product, ``[rows, H]``.
+            row, expert: int64 ``[routes]``: index into `x`, and local expert.
             weight: float32 ``[routes]``.
 
         Returns:
             BF16 ``[routes, H]`` in the order given, and the counts per local expert.
         """
         order, counts = by_expert(expert, self.local_experts)
-        x, row, weight = self._unpack(rows), row[order], weight[order]
-        down = torch.empty(len(order), self.spec.hidden, dtype=torch.bfloat16)
+        row, weight = row.index_select(0, order), weight.index_select(0, order)
+        down = torch.empty(len(order), self.spec.hidden, dtype=torch.bfloat16)  # expert-major
         for pieces in _batches(counts):
             first, last = pieces[0][1], pieces[-1][2]
             gate_up = torch.empty(last - first, 2 * self.spec.intermediate, dtype=self._gate_up_dtype)
-            self._gate_up.run(pieces, first, x[row[first:last]], gate_up)
+            # Rows are gathered by index_select, also on the way back: torch copies whole rows there, and element by
+            # element where a tensor is indexed.
+            self._gate_up.run(pieces, first, x.index_select(0, row[first:last]), gate_up)
             h = self._round(self._activate(gate_up, weight[first:last]))
-            result = torch.empty(last - first, self.spec.hidden, dtype=torch.bfloat16)
-            self._down.run(pieces, first, h, result)
-            down[order[first:last]] = result
-        return down, counts
+            self._down.run(pieces, first, h, down[first:last])
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        return down.index_select(0, place), counts
 
     def warmup(self) -> None:
         """Run one expert with several routes and others with one, so that everything is compiled."""
         expert = torch.tensor([0, 0, 0, *range(1, min(3, self.local_experts))])
-        rows = self.rows(torch.zeros(1, self.spec.hidden, dtype=torch.bfloat16), None)
-        self.run(rows, torch.zeros_like(expert), expert, torch.ones(len(expert)))
+        x = self.operand(torch.zeros(2, self.spec.hidden, dtype=torch.bfloat16), None)
+        self.run(x, torch.zeros_like(expert), expert, torch.ones(len(expert)))
 
     def _activate(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up * weight`` in float32, clamped first where the layer clamps."""
-        gate, up = self._split(gate_up.float())
+        gate, up = self._split(gate_up)
+        gate = gate.float()  # BF16 `up` widens, exactly, where it is multiplied
         if self.spec.clamp is not None:
             gate = gate.clamp(max=self.spec.clamp)
-            up = up.clamp(-self.spec.clamp, self.spec.clamp)
+            up = up.float().clamp(-self.spec.clamp, self.spec.clamp)
         return torch.nn.functional.silu(gate).mul_(up).mul_(weight.unsqueeze(1))
 
 
@@ -260,17 +250,19 @@ class _Bf16Experts(Experts):
         self._gate_up, self._down = _Bf16Projection(weights.w13), _Bf16Projection(weights.w2)
 
     def run(
-        self, rows: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
+        self, x: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, list[int]]:
         w13, w2 = self._gate_up.values, self._down.values
-        if len(rows) == 1 and w13[0].numel() < fused.LEAST_ELEMENTS:
+        small = w13[0].numel() < fused.LEAST_ELEMENTS and 0 < len(expert) <= _BATCH_ROUTES
+        if small and len(x) == 1:
             experts = expert.tolist()
-            down = run_one_token(self._unpack(rows), experts, weight, w13, w2, self._operand)
+            down = run_one_token(x, experts, weight, w13, w2, self._operand)
             return down, [experts.count(index) for index in range(self.local_experts)]
+        if not small:
+            return super().run(x, row, expert, weight)
         counts: list[int] = torch.bincount(expert, minlength=self.local_experts).tolist()
-        if not padding_pays(counts, w13[0].nbytes, _BATCH_ROUTES):
-            return super().run(rows, row, expert, weight)
-        return run_padded(self._unpack(rows), row, expert, weight, counts, w13, w2, self._operand), counts
+        run = run_padded if padding_pays(counts, w13[0].nbytes, _BATCH_ROUTES) else run_apart
+        return run(x, row, expert, weight, counts, w13, w2, self._operand), counts
 
     def _operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._round(self._activate(gate_up, weight))
@@ -278,8 +270,11 @@ class _Bf16Experts(Experts):
     def rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return x.contiguous().view(torch.uint8)
 
-    def _unpack(self, rows: torch.Tensor) -> torch.Tensor:
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.view(torch.bfloat16)
+
+    def operand(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        return x.contiguous()
 
     def _round(self, h: torch.Tensor) -> torch.Tensor:
         return h.bfloat16()
@@ -298,6 +293,7 @@ class _QuantizedExperts(Experts):
         assert weights.w13_scale is not None
         assert weights.w2_scale is not None
         scratch = torch.empty(2 * spec.intermediate * spec.hidden)
+        self._fuse = len(scratch) >= fused.LEAST_ELEMENTS
         self._order = weights.gate_up
         if weights.format == "fp8_block":
             self._gate_up = _Fp8Projection(weights.w13, weights.w13_scale, scratch, weights.gate_up)
@@ -318,14 +314,28 @@ class _QuantizedExperts(Experts):
         values = x.contiguous().view(torch.uint8)
         return torch.cat((values, scales.contiguous().view(torch.uint8)), dim=1)
 
-    def _unpack(self, rows: torch.Tensor) -> torch.Tensor:
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
         values, scales = rows[:, : self.spec.hidden], rows[:, self.spec.hidden :]
         return fp8_block.dequantize_activations(
             values.contiguous().view(fp8_block.E4M3), scales.contiguous().view(torch.float32)
         )
 
+    def operand(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        if scales is None:
+            return self._rounded(x, self.spec.input_scales)
+        return fp8_block.dequantize_activations(x, scales)
+
     def _round(self, h: torch.Tensor) -> torch.Tensor:
-        return fp8_block.dequantize_activations(*fp8_block.quantize_activations(h, "float32"))
+        return self._rounded(h, "float32")
+
+    def _rounded(self, x: torch.Tensor, scale_format: ScaleFormat) -> torch.Tensor:
+        """`x` ``[m, K]`` quantised and multiplied out."""
+        if self._fuse and min(len(x), x.shape[1] // BLOCK) > 1:  # torch compiles sizes of one apart
+            done = fused.round_e4m3[scale_format].call(x.contiguous())
+            if done is not None:
+                rounded: torch.Tensor = done[0]
+                return rounded
+        return fp8_block.dequantize_activations(*fp8_block.quantize_activations(x, scale_format))
 
 
 def make_experts(spec: MoESpec, weights: ExpertWeights) -> Experts:

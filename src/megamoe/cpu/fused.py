@@ -1,8 +1,9 @@
 """Loops that torch has no single operation for, fused by ``torch.compile`` where a C++ compiler is installed.
 
-Decoding e4m3 takes five passes over a matrix with torch's operations and one when fused; a matrix-vector product that
-reads e4m3 or BF16 weights once and sums in float32 does not exist otherwise. Every caller has a way without them:
-`Fused.call` returns None where they are not available (no compiler, or one that fails), and warns once.
+Decoding e4m3 takes five passes over a matrix with torch's operations and one when fused, and rounding activations to
+e4m3 a dozen; a matrix-vector product that reads e4m3 or BF16 weights once and sums in float32 does not exist otherwise.
+Every caller has a way without them: `Fused.call` returns None where they are not available (no compiler, or one that
+fails), and warns once.
 
 torch's own switches (``torch.compiler.set_stance``, ``TORCH_COMPILE_DISABLE``) turn compilation off here as well.
 """
@@ -15,10 +16,11 @@ from typing import Any, Final
 
 import torch
 
-from megamoe.spec import BLOCK
+from megamoe.formats.fp8_block import E4M3_MAX, SMALLEST_AMAX
+from megamoe.spec import BLOCK, ScaleFormat
 from megamoe.weights import INTERLEAVED_ROWS
 
-__all__ = ["LEAST_ELEMENTS", "Fused", "decode_e4m3", "matvec_bf16", "matvec_e4m3"]
+__all__ = ["LEAST_ELEMENTS", "Fused", "decode_e4m3", "matvec_bf16", "matvec_e4m3", "round_e4m3"]
 
 LEAST_ELEMENTS: Final = 1 << 20
 """Elements of a matrix from which compiling (seconds, once a process; less with torch's cache on disk) pays."""
@@ -35,7 +37,7 @@ def _e4m3(byte: torch.Tensor) -> torch.Tensor:
     normal = ((magnitude << 20) + (120 << 23)).view(torch.float32)
     value = torch.where(magnitude < 8, magnitude.float() * 2.0**-9, normal)
     value = torch.where(magnitude == 0x7F, torch.nan, value)
-    return torch.where(bits < 0, -value, value)
+    return (value.view(torch.int32) | (bits & -(1 << 31))).view(torch.float32)
 
 
 def _decode_e4m3(rows: int) -> Callable[..., None]:
@@ -56,6 +58,28 @@ def _matvec_e4m3(rows: int) -> Callable[..., torch.Tensor]:
         return (weights * x.view(count, 1, 1, columns, BLOCK)).sum((-1, -2)).view(count, groups * rows)
 
     return matvec
+
+
+def _round_e4m3(scale_format: ScaleFormat) -> Callable[[torch.Tensor], torch.Tensor]:
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        groups = x.float().view(x.shape[0], -1, BLOCK)
+        amax = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX)
+        # Two tensors: with a Python number torch multiplies by a rounded reciprocal instead.
+        limit = torch.full_like(amax, E4M3_MAX)
+        s, r = amax / limit, limit / amax
+        if scale_format == "ue8m0":
+            power = ((s.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+            s = torch.where(s.isnan(), s, power)
+            r = torch.ones_like(s) / s
+        q = (groups * r).clamp(-E4M3_MAX, E4M3_MAX)
+        bits = q.view(torch.int32)
+        # Nearest even at the third bit of the mantissa. Below 2^-6 e4m3's step is 2^-9 throughout, which is float32's
+        # around 1.5 * 2^14. A NaN may become any value here: its group's scale is NaN, and so every product with it.
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).view(torch.float32)
+        subnormal = (q + 1.5 * 2.0**14) - 1.5 * 2.0**14
+        return (torch.where(q.abs() < 2.0**-6, subnormal, normal) * s).view(x.shape)
+
+    return rounded
 
 
 def _matvec_bf16(weights: torch.Tensor, expert: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -102,3 +126,10 @@ matvec_e4m3 = {rows: Fused(_matvec_e4m3(rows)) for rows in (BLOCK, INTERLEAVED_R
 
 matvec_bf16 = Fused(_matvec_bf16)
 """``(BF16 [EL, N, K], int64 [A], BF16 [A, K])`` to float32 ``[A, N]``."""
+
+round_e4m3: dict[ScaleFormat, Fused] = {
+    "float32": Fused(_round_e4m3("float32")),
+    "ue8m0": Fused(_round_e4m3("ue8m0")),
+}
+"""By format of the scales: BF16 or float32 ``[M, K]`` quantised by `fp8_block.quantize_activations` and multiplied out,
+float32 ``[M, K]``."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-__all__ = ["padding_pays", "run_one_token", "run_padded"]
+__all__ = ["padding_pays", "run_apart", "run_one_token", "run_padded"]
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From gate and up ``[m, 2I]`` and route weights ``[m]`` to the second product's BF16 operand ``[m, I]``."""
@@ -63,6 +63,29 @@ def run_padded(
     gate_up = torch.bmm(rows, w13.transpose(1, 2)).view(experts * depth, -1)
     h = activate(gate_up, weight.index_select(0, route)).view(experts, depth, -1)
     return torch.bmm(h, w2.transpose(1, 2)).view(experts * depth, -1).index_select(0, slot)
+
+
+def run_apart(
+    x: torch.Tensor,
+    row: torch.Tensor,
+    expert: torch.Tensor,
+    weight: torch.Tensor,
+    counts: list[int],
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activate: Activation,
+) -> torch.Tensor:
+    """`run_padded` with one product for each expert: for counts too unequal to pad."""
+    w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    order = torch.argsort(expert, stable=True)
+    used = [index for index, count in enumerate(counts) if count]
+    sizes = [counts[index] for index in used]
+    rows = torch.split(x.index_select(0, row.index_select(0, order)), sizes)
+    gate_up = torch.cat([torch.mm(part, w13[index]) for index, part in zip(used, rows, strict=True)])
+    parts = torch.split(activate(gate_up, weight.index_select(0, order)), sizes)
+    down = torch.cat([torch.mm(part, w2[index]) for index, part in zip(used, parts, strict=True)])
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    return down.index_select(0, place)
 
 
 def run_one_token(
