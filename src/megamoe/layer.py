@@ -11,7 +11,7 @@ from megamoe import ops
 from megamoe.control import DEFAULT_DEADLINE, Control
 from megamoe.engine import Backend, Placement
 from megamoe.errors import InputError
-from megamoe.inputs import Activations, check_call, positive_number
+from megamoe.inputs import Activations, positive_number
 from megamoe.runtime import Runtime, WeightSource
 from megamoe.spec import MoESpec, WeightFormat
 
@@ -241,25 +241,9 @@ class MegaMoE:
         num_tokens: int | torch.Tensor | None,
         bound: int | None,
     ) -> torch.Tensor:
-        self._alone("call")
-        runtime = self._runtime
-        (result,) = runtime.call(
-            lambda weight_format: [
-                check_call(
-                    runtime.spec,
-                    weight_format,
-                    runtime.max_tokens,
-                    runtime.engine.devices[0],
-                    x,
-                    expert_ids,
-                    expert_weights,
-                    out=out,
-                    num_tokens=num_tokens,
-                    bound=bound,
-                )
-            ]
-        )
-        return result
+        if self._in_group:
+            self._alone("call")
+        return self._runtime.call_one(x, expert_ids, expert_weights, out, num_tokens, bound)
 
     def check(self) -> None:
         """Wait for outstanding work and raise what went wrong in it (on the CPU engine calls raise by themselves)."""

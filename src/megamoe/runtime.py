@@ -17,7 +17,7 @@ import megamoe
 from megamoe.control import Control
 from megamoe.engine import Backend, Call, Engine, Peer, Placement, create_engine, who_am_i
 from megamoe.errors import ClosedError, InputError, MegaMoEError, SpecError, WeightError, stated
-from megamoe.inputs import positive_number
+from megamoe.inputs import Activations, check_call, positive_number
 from megamoe.spec import MoESpec, WeightFormat
 from megamoe.weights import ExpertWeights
 
@@ -251,6 +251,30 @@ class Runtime:
                 failure = stated("warmup", error)
             # Compiling takes long: a rank that called at once would spend its deadline on waiting for the others.
             self._control.agree("warmup", error=failure)
+
+    def call_one(
+        self,
+        x: Activations,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        out: torch.Tensor | None,
+        num_tokens: int | torch.Tensor | None,
+        bound: int | None,
+    ) -> torch.Tensor:
+        """`call` for a single hosted rank."""
+        engine = self._enter()
+        try:
+            try:
+                call = check_call(
+                    self.spec, self.loaded_format(), self.max_tokens, engine.devices[0],
+                    x, expert_ids, expert_weights, out=out, num_tokens=num_tokens, bound=bound,
+                )  # fmt: skip
+            except Exception as error:
+                engine.refuse(stated("call", error))
+            engine.forward((call,))
+            return call.out
+        finally:
+            self._busy.release()
 
     def call(self, prepare: Callable[[WeightFormat], Sequence[Call]]) -> list[torch.Tensor]:
         """Run one call; `prepare` checks the arguments and may raise, which refuses the call on all ranks."""

@@ -182,13 +182,13 @@ def test_a_gpu_that_does_not_come(weights):
         columns = dealt(group, given, [32, 32])
         base = joined(group(*columns))
         engine = group._runtime.engine
-        kept = engine._run
+        kept = engine.forward
         for missing in range(2):
             outs = [torch.zeros_like(x) for x in columns[0]]
-            engine._run = lambda calls, missing=missing: kept(calls, ranks=(1 - missing,))
+            engine.forward = lambda calls, missing=missing: kept(calls, ranks=(1 - missing,))
             start = time.perf_counter()
             group(*columns, outs=outs)
-            engine._run = kept
+            engine.forward = kept
             with pytest.raises(DeadlineError, match=rf"rank {1 - missing} waited for the peers' route counts.*reset"):
                 group.check()
             assert 0.9 < time.perf_counter() - start < 5

@@ -248,19 +248,16 @@ class CudaEngine:
         self._plan = plan
         self._by_bound.clear()
 
-    def forward(self, calls: Sequence[Call]) -> None:
-        """Stage and launch every hosted rank; nothing here waits for the GPU."""
-        self._run(calls)
-
     def launch_staged(self, calls: Sequence[Call]) -> None:
         """`forward` on the inputs that the last call staged: for measuring the kernel alone."""
-        self._run(calls, stage=False)
+        self.forward(calls, stage=False)
 
     def forward_some(self, calls: Sequence[Call], ranks: Collection[int]) -> None:
         """The part of a call that these ranks have in it: for a graph of each GPU, and for ranks that do not come."""
-        self._run(calls, ranks=ranks)
+        self.forward(calls, ranks=ranks)
 
-    def _run(self, calls: Sequence[Call], *, stage: bool = True, ranks: Collection[int] | None = None) -> None:
+    def forward(self, calls: Sequence[Call], *, stage: bool = True, ranks: Collection[int] | None = None) -> None:
+        """Stage and launch every hosted rank; nothing here waits for the GPU."""
         self._usable()
         for report, errors in self._watched:  # the usual case, in a fraction of the time of `raise_reported`
             if report[EXPIRED] or report[ABORTED] or errors[0] or errors[1]:
@@ -298,17 +295,15 @@ class CudaEngine:
         out = rank.storable(call.out)
         if needs_context(stream) and not self._driver.is_current(rank.place.ordinal):
             with self._driver.use_device(rank.place.ordinal):
-                self._launch(rank, call, kernel, out, stream, stage)
+                if stage:
+                    rank.stage(call, stream)
+                rank.start(kernel, call, out, stream)
         else:
-            self._launch(rank, call, kernel, out, stream, stage)
+            if stage:
+                rank.stage(call, stream)
+            rank.start(kernel, call, out, stream)
         if out is not call.out:
             call.out.copy_(out)
-
-    @staticmethod
-    def _launch(rank: HostedRank, call: Call, kernel: Kernel, out: torch.Tensor, stream: int, stage: bool) -> None:
-        if stage:
-            rank.stage(call, stream)
-        rank.start(kernel, call, out, stream)
 
     def _enqueue(self, calls: Sequence[Call], kernels: Sequence[Kernel], stage: bool, ranks: Collection[int]) -> None:
         chosen = [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import struct
 from typing import Any, Final
 
 import torch
@@ -13,7 +11,7 @@ from megamoe.cuda.arena import ERROR_WORDS, Params
 from megamoe.cuda.call_staging import Target
 from megamoe.cuda.driver import Driver
 from megamoe.cuda.fused import Maps, fill_params, weight_maps
-from megamoe.cuda.launch import Kernel, aligned
+from megamoe.cuda.launch import Kernel, aligned, packer
 from megamoe.cuda.memory import Workspace, host_words
 from megamoe.cuda.relayout import KernelWeights
 from megamoe.engine import Call
@@ -48,11 +46,9 @@ class HostedRank:
         self.place = workspace.place_of[index]
         self._workspace = workspace
         self._buffers = workspace.buffers[index]
+        self._hidden = workspace.sizes.hidden
         self.params = aligned(Params)
-        # out, out_stride and num_tokens stand side by side.
-        self._write = functools.partial(
-            struct.Struct("=QQQ").pack_into, memoryview(self.params).cast("B"), Params.out.offset
-        )
+        self._write = packer(self.params, "out", "num_tokens")
         self.maps = aligned(Maps)
         ctypes.memmove(ctypes.addressof(self.maps), ctypes.addressof(workspace.maps[index]), ctypes.sizeof(Maps))
         names = ("x", "x_scales", "ids", "route_weights")
@@ -99,12 +95,16 @@ class HostedRank:
             params.tokens, address = count, 0
         else:
             params.tokens, address = call.x.shape[0], count.data_ptr()
-        self._write(out.data_ptr(), out.stride(0), address)
+        stride = self._hidden if out.is_contiguous() else out.stride(0)
+        self._write(out.data_ptr(), stride, address)
         kernel.launch_here(self.grid, stream)
 
     @staticmethod
     def storable(out: torch.Tensor) -> torch.Tensor:
         """`out`, or a copy that the kernel can store to; rows past the count keep what they hold in either."""
-        if out.data_ptr() % _OUT_ALIGNMENT == 0 and (out.stride(0) * 2 % _OUT_ALIGNMENT == 0 or out.shape[0] <= 1):
+        # A contiguous row is whole blocks of 128 columns; strides cost more to look at.
+        if out.data_ptr() % _OUT_ALIGNMENT == 0 and (
+            out.is_contiguous() or out.stride(0) * 2 % _OUT_ALIGNMENT == 0 or out.shape[0] <= 1
+        ):
             return out
         return out.clone(memory_format=torch.contiguous_format)

@@ -78,11 +78,18 @@ def needs_context(stream: int) -> bool:
     return stream in _OWN_STREAMS
 
 
-def packer(structure: ctypes.Structure) -> Callable[..., None]:
-    """A function that writes all fields of `structure`, plain numbers, at once: much faster than one by one."""
-    # ctypes' letter of a plain type is struct's, and "@" aligns as C does.
-    layout = struct.Struct("@" + "".join(str(vars(field[1])["_type_"]) for field in structure._fields_))
-    return functools.partial(layout.pack_into, memoryview(structure).cast("B"), 0)
+def packer(structure: ctypes.Structure, first: str | None = None, last: str | None = None) -> Callable[..., None]:
+    """A function that writes the fields of `structure` from `first` to `last`, plain numbers, at once.
+
+    Much faster than one by one. By default all fields.
+    """
+    names = [field[0] for field in structure._fields_]
+    begin = 0 if first is None else names.index(first)
+    end = len(names) if last is None else names.index(last) + 1
+    # ctypes' letter of a plain type is struct's, and "@" aligns as C does, from an aligned start.
+    layout = struct.Struct("@" + "".join(str(vars(field[1])["_type_"]) for field in structure._fields_[begin:end]))
+    at = getattr(type(structure), names[begin]).offset
+    return functools.partial(layout.pack_into, memoryview(structure).cast("B"), at)
 
 
 class Library:
@@ -151,6 +158,11 @@ class Kernel:
         self._table = (ctypes.c_void_p * max(1, len(arguments)))(*(ctypes.addressof(a) for a in arguments))
         self._address = ctypes.addressof(self._table)
         self._prepared = self.driver.prepare(config, self._handle)
+        self.launch_here: Callable[[int, int], None] = functools.partial(
+            self.driver.launch, self._prepared, self._address
+        )
+        """``launch_here(grid, stream)``: `launch` for a caller who launches several kernels. The grid is legal, and the
+        GPU's context is current where it must be (`needs_context`)."""
 
     def launch(self, grid: int, stream: int) -> None:
         """Launch `grid` blocks with the arguments as they are now; they are copied before this returns.
@@ -176,13 +188,6 @@ class Kernel:
                 self.driver.launch(self._prepared, self._address, grid, stream)
         else:
             self.driver.launch(self._prepared, self._address, grid, stream)
-
-    def launch_here(self, grid: int, stream: int) -> None:
-        """`launch` for a caller who launches several kernels.
-
-        The grid is legal, and the GPU's context is current where it must be (`needs_context`).
-        """
-        self.driver.launch(self._prepared, self._address, grid, stream)
 
     def max_active_clusters(self) -> int:
         """Clusters (blocks, without clusters) of this kernel that are resident on its GPU at once."""
