@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import megamoe.cpu.experts as cpu_experts
 from megamoe import ExpertWeights, MegaMoE, MoESpec, reference
-from megamoe.cpu import fused, products
+from megamoe.cpu import fused, products, small
+from megamoe.cpu.engine import _sum_in_order
 from megamoe.cpu.routing import by_expert, pack_routes, plan_dispatch, unpack_routes
 from megamoe.cpu.small import run_apart, run_padded
 from megamoe.errors import InputError
@@ -80,7 +81,7 @@ def test_dispatch_plan_covers_every_route_once(case: tuple[MoESpec, int, torch.T
             assert torch.equal(got, want)
         order, counts = by_expert(plan.expert, local)
         assert plan.expert[order].tolist() == sorted(plan.expert.tolist())
-        assert counts == [(plan.expert == e).sum() for e in range(local)]
+        assert counts.tolist() == [(plan.expert == e).sum() for e in range(local)]
     assert sorted(seen) == (ids.flatten() >= 0).nonzero().flatten().tolist()
 
 
@@ -195,6 +196,29 @@ def test_nan_in_an_input_reaches_only_its_token(weight_format: str, poison: floa
     assert y[others].isfinite().all()
     assert reference.relative_error(y[others], expected[others]) < 8e-3
     assert torch.equal(y[4].isnan(), expected[4].isnan())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 40), st.sampled_from([1, 7, 16, 33, 256, 2048]), st.integers(0, 2**31))
+def test_a_tokens_results_are_summed_in_slot_order(tokens: int, slots: int, hidden: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    down = torch.randn(tokens, slots, hidden, generator=generator)
+    down *= torch.exp2(torch.randint(-20, 20, down.shape, generator=generator))
+    down = down.bfloat16()
+    want = torch.zeros(tokens, hidden)
+    for slot in range(slots):
+        want += down[:, slot].float()
+    assert torch.equal(_sum_in_order(down), want)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 30])
+def test_bf16_experts_of_odd_widths(tokens: int) -> None:
+    spec = MoESpec(hidden=91, intermediate=45, experts=6, topk=2)
+    w, call = make_weights(spec, "bf16"), make_call(spec, tokens)
+    call[1][:, 0] = 3  # unequal counts
+    with MegaMoE(spec) as layer:
+        layer.load(w)
+        assert reference.relative_error(layer(*call), reference.forward(spec, w, *call)) < 8e-3
 
 
 def interleaved(w: ExpertWeights) -> ExpertWeights:
@@ -329,7 +353,9 @@ def test_small_bf16_products(route_experts: list[int]) -> None:
     counts = torch.bincount(expert, minlength=SPEC.experts).tolist()
     want, _ = cpu_experts.Experts.run(experts, experts.operand(x, None), row, expert, weight)
     finite = row != 3
-    for run in (run_padded, run_apart):
-        got = run(x, row, expert, weight, counts, w.w13, w.w2, experts._operand)
+    for run, groups in ((run_padded, True), (run_apart, True), (run_apart, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(small, "_takes_groups", lambda *_, groups=groups: groups)
+            got = run(x, row, expert, weight, counts, w.w13, w.w2, experts._operand)
         assert got[~finite].isnan().all()
         assert reference.relative_error(got[finite], want[finite]) < 8e-3 or not finite.any()

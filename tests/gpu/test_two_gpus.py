@@ -148,7 +148,8 @@ def test_a_graph_of_each_gpu_with_counts_on_the_device(weights):
         for r in range(2):
             with torch.cuda.device(r):
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                # torch's own stream for captures belongs to the GPU of the first one
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(r)):
                     engine.forward_some(calls, [r])
                 graphs.append(graph)
         for n in (32, 0, 7, 31):

@@ -144,14 +144,15 @@ def cells(row: Row) -> dict[str, str]:
         "routing": row["routing"],
         "M": str(row["tokens"]),
     }
-    if kernel is None:
+    if "protocol" not in row:
         text |= {"ms": f"{call['median'] / 1e3:.2f}", "min": f"{call['min'] / 1e3:.2f}"}
     else:
         text |= {
+            "engine": row["engine"],
             "protocol": row["protocol"],
             "call us": f"{call['median']:.1f}",
-            "kernel": f"{kernel['median']:.1f}",
-            "floor": f"{row['floor_us']:.0f}",
+            "kernel": "" if kernel is None else f"{kernel['median']:.1f}",
+            "floor": f"{row['floor_us']:.0f}" if "floor_us" in row else "",
         }
     rate = f"{row['ranks'] * row['tokens'] / call['median'] * 1e6:,.0f}"
     return {**text, "tokens/s": rate, "error": f"{row['error']:.1e}" if "error" in row else ""}

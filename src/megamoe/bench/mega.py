@@ -214,7 +214,8 @@ def _measure_call(engine: CudaEngine, calls: list[Call], pace: _Pace, protocol: 
         here = [r for r, own in enumerate(engine.devices) if own == device]
         with torch.cuda.device(device):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # A stream of this GPU: torch's own for captures belongs to the GPU of the first one.
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
                 engine.forward_some(calls, here)
             graphs.append(graph)
     for device, graph in zip(pace.devices, graphs, strict=True):
@@ -357,5 +358,17 @@ def run(request: Request, tick: Tick) -> list[Row]:
             ):
                 rows.append(row)
                 tick(f"{name}, {kind}, {row['tokens']} tokens, {row['protocol']}", len(rows) / total)
+    if request.peers and request.ranks == request.gpus > 1:
+        from megamoe.bench import nccl
+
+        tick("unfused peers", 1.0)
+        cells = [
+            (name, model(name).scaled(request.experts).local_experts(request.ranks), kind, m)
+            for name in request.models
+            for kind in request.routings
+            for m in request.tokens
+            if m
+        ]
+        rows += nccl.run(cells, request.ranks, min(request.samples, 20))
     tick("done", 1.0)
     return rows

@@ -43,6 +43,7 @@ class Request:
         samples: samples of each measurement.
         seconds: time after which a measurement stops early, but not below three samples.
         check: compare each measured output with the oracle.
+        peers: also measure the unfused peers, where every rank has a GPU.
         devices: GPUs over which the ranks are dealt in blocks, or None for the current one.
     """
 
@@ -57,6 +58,7 @@ class Request:
     seconds: float
     check: bool
     devices: tuple[int, ...] | None = None
+    peers: bool = False
 
     @property
     def gpus(self) -> int:

@@ -35,6 +35,9 @@ def command(
     devices: Annotated[
         str | None, typer.Option(help="GPUs over which the ranks are dealt in blocks, separated by commas.")
     ] = None,
+    peers: Annotated[
+        bool, typer.Option(help="Also NCCL with torch's grouped GEMM, where every rank has a GPU (--devices).")
+    ] = False,
     experts: Annotated[
         int | None, typer.Option(help="Experts over all ranks; 0 for the model's own number. Weights must fit.")
     ] = 16,
@@ -70,6 +73,7 @@ def command(
         seconds=seconds,
         check=check,
         devices=None if devices is None else _numbers(devices, "devices", "--devices 0,1"),
+        peers=peers,
     )
     module = import_module(TOPICS[topic])
     with _console.progress(quiet=as_json) as display:

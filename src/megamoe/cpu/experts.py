@@ -197,7 +197,7 @@ class Experts(ABC):
 
     def run(
         self, x: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, list[int]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The down projection of every route, and the number of routes of every expert.
 
         Args:
@@ -206,12 +206,12 @@ class Experts(ABC):
             weight: float32 ``[routes]``.
 
         Returns:
-            BF16 ``[routes, H]`` in the order given, and the counts per local expert.
+            BF16 ``[routes, H]`` in the order given, and the counts per local expert, int64 ``[EL]``.
         """
         order, counts = by_expert(expert, self.local_experts)
         row, weight = row.index_select(0, order), weight.index_select(0, order)
         down = torch.empty(len(order), self.spec.hidden, dtype=torch.bfloat16)  # expert-major
-        for pieces in _batches(counts):
+        for pieces in _batches(counts.tolist()):
             first, last = pieces[0][1], pieces[-1][2]
             gate_up = torch.empty(last - first, 2 * self.spec.intermediate, dtype=self._gate_up_dtype)
             # Rows are gathered by index_select, also on the way back: torch copies whole rows there, and element by
@@ -251,18 +251,18 @@ class _Bf16Experts(Experts):
 
     def run(
         self, x: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, list[int]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         w13, w2 = self._gate_up.values, self._down.values
         small = w13[0].numel() < fused.LEAST_ELEMENTS and 0 < len(expert) <= _BATCH_ROUTES
         if small and len(x) == 1:
-            experts = expert.tolist()
-            down = run_one_token(x, experts, weight, w13, w2, self._operand)
-            return down, [experts.count(index) for index in range(self.local_experts)]
+            down = run_one_token(x, expert.tolist(), weight, w13, w2, self._operand)
+            return down, torch.bincount(expert, minlength=self.local_experts)
         if not small:
             return super().run(x, row, expert, weight)
-        counts: list[int] = torch.bincount(expert, minlength=self.local_experts).tolist()
-        run = run_padded if padding_pays(counts, w13[0].nbytes, _BATCH_ROUTES) else run_apart
-        return run(x, row, expert, weight, counts, w13, w2, self._operand), counts
+        counts = torch.bincount(expert, minlength=self.local_experts)
+        each: list[int] = counts.tolist()
+        run = run_padded if padding_pays(each, w13[0].nbytes, _BATCH_ROUTES) else run_apart
+        return run(x, row, expert, weight, each, w13, w2, self._operand), counts
 
     def _operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._round(self._activate(gate_up, weight))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -34,6 +35,14 @@ class Outgoing:
     position: torch.Tensor
 
 
+@lru_cache(maxsize=8)
+def _every_route(tokens: int, topk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`tokens`, `row` and `position` of an `Outgoing` with all routes; nobody writes to them."""
+    with torch.inference_mode():
+        position = torch.arange(tokens * topk)
+        return torch.arange(tokens), position // topk, position
+
+
 def plan_dispatch(spec: MoESpec, ranks: int, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> list[Outgoing]:
     """Split one rank's routes by owner.
 
@@ -59,9 +68,8 @@ def plan_dispatch(spec: MoESpec, ranks: int, expert_ids: torch.Tensor, expert_we
             "Pass global expert ids.",
         )
     if ranks == 1 and low >= 0:  # one owner and nothing to skip, the common case on one machine
-        position = torch.arange(flat.numel())
-        tokens = torch.arange(len(expert_ids))
-        return [Outgoing(tokens, position // spec.topk, flat.long(), expert_weights.reshape(-1), position)]
+        tokens, row, position = _every_route(len(expert_ids), spec.topk)
+        return [Outgoing(tokens, row, flat.long(), expert_weights.reshape(-1), position)]
     position = (flat >= 0).nonzero().squeeze(1)
     expert = flat[position].long()
     weight = expert_weights.reshape(-1)[position]
@@ -88,7 +96,6 @@ def unpack_routes(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     return fields[:, 0].long(), fields[:, 1].long(), fields[:, 2].contiguous().view(torch.float32)
 
 
-def by_expert(expert: torch.Tensor, local_experts: int) -> tuple[torch.Tensor, list[int]]:
-    """The expert-major order of routes (stable) and the number of routes of every expert."""
-    counts = torch.bincount(expert, minlength=local_experts)
-    return torch.argsort(expert, stable=True), counts.tolist()
+def by_expert(expert: torch.Tensor, local_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expert-major order of routes (stable) and the number of routes of every expert, int64 ``[EL]``."""
+    return torch.argsort(expert, stable=True), torch.bincount(expert, minlength=local_experts)

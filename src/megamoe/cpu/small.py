@@ -65,6 +65,17 @@ def run_padded(
     return torch.bmm(h, w2.transpose(1, 2)).view(experts * depth, -1).index_select(0, slot)
 
 
+def _takes_groups(*widths: int) -> bool:
+    """Whether torch has a grouped product for BF16 matrices with these widths: it wants rows of whole 16 bytes."""
+    return hasattr(torch.nn.functional, "grouped_mm") and all(width % 8 == 0 for width in widths)
+
+
+def _products(x: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Expert-major rows `x` ``[routes, K]`` times their experts' matrices ``[EL, N, K]``, one product after another."""
+    parts = torch.split(x, counts)
+    return torch.cat([torch.mm(part, matrices[index].T) for index, part in enumerate(parts) if len(part)])
+
+
 def run_apart(
     x: torch.Tensor,
     row: torch.Tensor,
@@ -76,14 +87,16 @@ def run_apart(
     activate: Activation,
 ) -> torch.Tensor:
     """`run_padded` with one product for each expert: for counts too unequal to pad."""
-    w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     order = torch.argsort(expert, stable=True)
-    used = [index for index, count in enumerate(counts) if count]
-    sizes = [counts[index] for index in used]
-    rows = torch.split(x.index_select(0, row.index_select(0, order)), sizes)
-    gate_up = torch.cat([torch.mm(part, w13[index]) for index, part in zip(used, rows, strict=True)])
-    parts = torch.split(activate(gate_up, weight.index_select(0, order)), sizes)
-    down = torch.cat([torch.mm(part, w2[index]) for index, part in zip(used, parts, strict=True)])
+    rows = x.index_select(0, row.index_select(0, order))
+    if _takes_groups(rows.shape[1], w2.shape[2]):
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+        gate_up = torch.nn.functional.grouped_mm(rows, w13.transpose(1, 2), offs=ends)
+        h = activate(gate_up, weight.index_select(0, order))
+        down = torch.nn.functional.grouped_mm(h, w2.transpose(1, 2), offs=ends)
+    else:
+        h = activate(_products(rows, w13, counts), weight.index_select(0, order))
+        down = _products(h, w2, counts)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     return down.index_select(0, place)
 

@@ -13,7 +13,8 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -32,7 +33,14 @@ __all__ = ["Arenas", "identity", "local_arenas", "symmetric_arenas", "unreachabl
 _log = logging.getLogger("megamoe")
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-_OVERLAPPING: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_SWITCHES: Final = {
+    # Devices are compared by their number in each process, which says nothing; `unreachable` compares what they are.
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    # Nothing here uses NVLink multicast, and setting it up can fail or wait where the rest works.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+"""What torch reads only from the environment, while memory is shared."""
+
 _PROBE: Final = 0x5EED0000
 
 
@@ -134,6 +142,34 @@ def _symmetric() -> Any:
         ) from error
 
 
+def _register(found: Any, name: str, control: Control) -> Any:
+    """Give torch's symmetric memory a group of this package's own to meet in: rank, size and a store, no backend.
+
+    Up to torch 2.10 it asks for these by `name`, later for a process group that is registered under it, which lives as
+    long as what is returned here.
+    """
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+    store = control.store("symmetric")
+    found.set_group_info(name, control.rank, control.size, store)
+    group = c10d.ProcessGroup(store, control.rank, control.size)
+    c10d._register_process_group(name, group)
+    return group
+
+
+@contextmanager
+def _switched() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _SWITCHES}
+    os.environ.update(_SWITCHES)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def symmetric_arenas(control: Control, driver: Driver, ordinal: int, nbytes: int, word_at: int) -> Arenas:
     """The arena of this process' rank, which all ranks of `control` can reach. Collective.
 
@@ -153,21 +189,22 @@ def symmetric_arenas(control: Control, driver: Driver, ordinal: int, nbytes: int
     """
     name = f"megamoe-{control.token}"
     failure: MegaMoEError | None = None
-    tensor, handle = torch.empty(0), None
+    tensor, held = torch.empty(0), []
     try:
         found = _symmetric()
-        found.set_group_info(name, control.rank, control.size, control.store("symmetric"))
-        tensor = found.empty_strided_p2p((nbytes,), (1,), torch.uint8, torch.device("cuda", ordinal), name)
+        held.append(_register(found, name, control))
+        with _switched():
+            tensor = found.empty_strided_p2p((nbytes,), (1,), torch.uint8, torch.device("cuda", ordinal), name)
         tensor.zero_()
         torch.cuda.synchronize(ordinal)
     except Exception as error:
         failure = stated("arena", error)
     control.agree("allocate", {"arena bytes": nbytes}, error=failure)
-    # Devices are compared by their number in each process, which says nothing; `unreachable` compared what they are.
-    before = os.environ.get(_OVERLAPPING)
-    os.environ[_OVERLAPPING] = "1"
+    addresses: list[int] = []
     try:
-        handle = found.rendezvous(tensor, name)
+        with _switched():
+            handle = found.rendezvous(tensor, name)
+        held.append(handle)
         addresses = [int(p) for p in handle.buffer_ptrs]
         for rank, address in enumerate(addresses):
             driver.store_words(ordinal, address + word_at + 4 * control.rank, [_PROBE + 16 * rank + control.rank])
@@ -178,11 +215,6 @@ def symmetric_arenas(control: Control, driver: Driver, ordinal: int, nbytes: int
             "GPUs whose memory the processes can share (one NVLink domain, processes of one user)",
             "Check megamoe doctor's topology; containers need a shared process namespace. Or use backend='cpu'.",
         )
-    finally:
-        if before is None:
-            del os.environ[_OVERLAPPING]
-        else:
-            os.environ[_OVERLAPPING] = before
     control.agree("rendezvous", error=failure)
     words = tensor[word_at : word_at + 4 * control.size].view(torch.int32)
     missing = [r for r, word in enumerate(words.tolist()) if word != _PROBE + 16 * control.rank + r]
@@ -194,5 +226,4 @@ def symmetric_arenas(control: Control, driver: Driver, ordinal: int, nbytes: int
     torch.cuda.synchronize(ordinal)
     control.agree("probe", error=failure)
     _log.info("GPU engine: rank %d of %d reaches all arenas (%.1f MiB)", control.rank, control.size, nbytes / 2**20)
-    held = [handle]
     return Arenas([tensor], [addresses], held.clear)
