@@ -99,7 +99,7 @@ def _is_usual(spec: MoESpec, device: torch.device, x: object, ids: object, weigh
     """
     if not (type(x) is type(ids) is type(weights) is torch.Tensor):
         return False
-    shape, routes = x.shape, ids.shape
+    shape, routes, number = x.shape, ids.shape, device.index
     if not (
         len(shape) == 2
         and shape[1] == spec.hidden
@@ -108,9 +108,17 @@ def _is_usual(spec: MoESpec, device: torch.device, x: object, ids: object, weigh
         and x.dtype is torch.bfloat16
         and (ids.dtype is torch.int32 or ids.dtype is torch.int64)
         and weights.dtype is torch.float32
-        and x.device == ids.device == weights.device == device
-        and x.layout is ids.layout is weights.layout is torch.strided
+        and x.is_contiguous()
+        and ids.is_contiguous()
+        and weights.is_contiguous()
     ):
+        return False
+    if number is None:  # the CPU, where tensors can also have layouts and lie on the meta device
+        if not (x.layout is ids.layout is weights.layout is torch.strided):
+            return False
+        if not (x.device == ids.device == weights.device == device and getattr(out, "device", device) == device):
+            return False
+    elif not (x.get_device() == ids.get_device() == weights.get_device() == number):
         return False
     if x.requires_grad or weights.requires_grad:
         return False
@@ -120,7 +128,7 @@ def _is_usual(spec: MoESpec, device: torch.device, x: object, ids: object, weigh
         type(out) is torch.Tensor
         and out.shape == shape
         and out.dtype is torch.bfloat16
-        and out.device == device
+        and (number is None or out.get_device() == number)
         and not out.requires_grad
         and out.is_contiguous()
     )
@@ -171,6 +179,7 @@ def check_call(
                 out=out,
                 num_tokens=rows,
                 bound=most,
+                plain=True,
             )
     values, scales = _check_activations(spec, weight_format, x, device)
     tokens, slots = values.shape[0], spec.topk

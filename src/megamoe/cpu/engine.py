@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -17,10 +17,6 @@ from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights
 
 __all__ = ["CpuEngine"]
-
-_SUMMED_IN_ORDER: Final = 16
-"""torch's sum over an outer dimension of at most so many is one chain in ascending order; above, it splits it up. Not
-documented: a test holds it to that."""
 
 
 class CpuEngine:
@@ -217,14 +213,7 @@ def _combine(call: Call, position: torch.Tensor, down: torch.Tensor, *, ordered:
         routes = torch.zeros(tokens * slots, hidden, dtype=torch.bfloat16)
         down = routes.index_copy_(0, position, down)
     down = down.view(tokens, slots, hidden)
-    call.out[:tokens] = _sum_in_order(down)
-
-
-def _sum_in_order(down: torch.Tensor) -> torch.Tensor:
-    """The sum of BF16 `down` ``[tokens, slots, H]`` over the slots, in order and from 0, in float32."""
-    if down.shape[1] <= _SUMMED_IN_ORDER:
-        return torch.sum(down, 1, dtype=torch.float32)
-    total = torch.zeros(down.shape[0], down.shape[2])
-    for one in down.unbind(1):
+    total = torch.zeros(tokens, hidden)
+    for one in down.unbind(1):  # not torch.sum: its order depends on the sizes
         total += one
-    return total
+    call.out[:tokens] = total

@@ -46,7 +46,7 @@ class _CallArguments(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Target:
     """Addresses in a rank's arena that a call's inputs go to, all contiguous: rows, their scales, ids, weights."""
 
@@ -57,16 +57,16 @@ class Target:
 
 
 class _Block:
-    """A kernel and its arguments: addresses, which change from call to call, and the rest, which `holds` is about."""
+    """A kernel and its arguments: the inputs' addresses, new in every call, and the rest, as `holds` says."""
 
-    __slots__ = ("addresses", "holds", "kernel", "rest")
+    __slots__ = ("holds", "inputs", "kernel", "rest")
 
     def __init__(self, library: Library, name: str, ordinal: int, config: LaunchConfig) -> None:
         arguments = aligned(_CallArguments)
         self.kernel = Kernel(library, name, ordinal, config, [arguments])
-        self.addresses = packer(arguments, last="num_tokens")
-        self.rest = packer(arguments, first="x_stride")
-        self.holds: object = None
+        self.inputs = packer(arguments, last="weights")
+        self.rest = packer(arguments, first="q")
+        self.holds: tuple[Target, int, object] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ class _CallShape:
     block: _Block
     blocks: int
     rest: tuple[int, ...]
-    """Arguments behind the addresses."""
+    """Arguments behind the count's address."""
     align: int
     """Bytes that the rows' address must be a multiple of."""
 
@@ -116,6 +116,7 @@ class CallStager:
         num_tokens: int,
         target: Target,
         stream: int,
+        plain: bool = False,
     ) -> None:
         """Stage one rank's call.
 
@@ -126,10 +127,11 @@ class CallStager:
             weights: float32 ``[M, k]``.
             num_tokens: address of an int32 on the GPU; rows from there on are not staged. 0: all of them.
             target: where to.
+            plain: `x`, `ids` and `weights` are known to be contiguous, and `scales` is None.
             stream: handle of the stream; where it must be, the GPU's context is current (`launch.needs_context`).
         """
         key: tuple[Any, ...]
-        if scales is None and x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous():
+        if plain:
             key = (ids.shape, ids.dtype)  # most calls; each look at strides costs 0.2 us
         else:
             key = (ids.shape, x.stride(), ids.stride(), ids.dtype, weights.stride(), scales is None or scales.stride())
@@ -141,20 +143,10 @@ class CallStager:
             x, shape = self._shape(x, scales, ids, weights, key)
             at = x.data_ptr()
         block = shape.block
-        block.addresses(
-            at,
-            0 if scales is None else scales.data_ptr(),
-            ids.data_ptr(),
-            weights.data_ptr(),
-            target.q,
-            target.s,
-            target.ids,
-            target.weights,
-            num_tokens,
-        )
-        if block.holds is not shape:
-            block.rest(*shape.rest)
-            block.holds = shape
+        block.inputs(at, 0 if scales is None else scales.data_ptr(), ids.data_ptr(), weights.data_ptr())
+        if block.holds != (target, num_tokens, shape):
+            block.rest(target.q, target.s, target.ids, target.weights, num_tokens, *shape.rest)
+            block.holds = (target, num_tokens, shape)
         block.kernel.launch_here(shape.blocks, stream)
 
     def _shape(

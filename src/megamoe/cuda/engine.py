@@ -258,7 +258,8 @@ class CudaEngine:
 
     def forward(self, calls: Sequence[Call], *, stage: bool = True, ranks: Collection[int] | None = None) -> None:
         """Stage and launch every hosted rank; nothing here waits for the GPU."""
-        self._usable()
+        if self._closed or self._workspace.broken is not None:
+            self._usable()
         for report, errors in self._watched:  # the usual case, in a fraction of the time of `raise_reported`
             if report[EXPIRED] or report[ABORTED] or errors[0] or errors[1]:
                 self._raise_reported()

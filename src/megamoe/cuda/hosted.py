@@ -86,6 +86,7 @@ class HostedRank:
             0 if isinstance(count, int) else count.data_ptr(),
             self._target,
             stream,
+            call.plain,
         )
 
     def start(self, kernel: Kernel, call: Call, out: torch.Tensor, stream: int) -> None:
