@@ -26,11 +26,13 @@ Piece = tuple[int, int, int]
 
 
 def _batches(counts: list[int]) -> Iterator[list[Piece]]:
-    """Split expert-major routes into batches of at most `_BATCH_ROUTES`."""
+    """Split expert-major routes into batches of at most `_BATCH_ROUTES`; an expert is split only if it exceeds that."""
     batch: list[Piece] = []
     begin = room = 0
     for expert, count in enumerate(counts):
         stop = begin + count
+        if room < count <= _BATCH_ROUTES:
+            room = 0
         while begin < stop:
             if room == 0:
                 if batch:
@@ -54,8 +56,8 @@ class Projection(ABC):
         self.values = values
 
     @abstractmethod
-    def product(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """`x` ``[m, K]`` times one expert's matrix, to `out` ``[m, N]``."""
+    def product(self, expert: int, x: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
+        """The given rows of `x` ``[P, K]`` times one expert's matrix, to the same rows of `out` ``[P, N]``."""
 
     def single_rows(self, experts: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """Row by row, each with an expert of its own: `x` ``[A, K]`` to ``[A, N]``; None where `product` must do it."""
@@ -72,12 +74,21 @@ class Projection(ABC):
                 out.index_copy_(0, rows, result.to(out.dtype))
                 pieces = [piece for piece in pieces if piece[2] - piece[1] > self.rows_apart]
         for expert, begin, end in pieces:
-            self.product(expert, x[begin - first : end - first], out[begin - first : end - first])
+            self.product(expert, x, slice(begin - first, end - first), out)
 
 
 class _Bf16Projection(Projection):
-    def product(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        torch.mm(x, self.values[expert].T, out=out)
+    def product(self, expert: int, x: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
+        count = rows.stop - rows.start
+        width = -(-count // 16) * 16
+        if count < 25 or width - count > count // 5 or width > len(x) or torch.get_num_threads() == 1:
+            torch.mm(x[rows], self.values[expert].T, out=out[rows])
+            return
+        # From about so many rows on the library is quicker with weights on the left, in whole sixteens of columns.
+        # Neighbouring rows, whose results are dropped, fill them up: columns of a product do not touch each other.
+        start = min(rows.start, len(x) - width)
+        result = self.values[expert] @ x[start : start + width].T
+        out[rows].copy_(result[:, rows.start - start : rows.stop - start].T)
 
     def single_rows(self, experts: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         if self.values[0].numel() < fused.LEAST_ELEMENTS:
@@ -101,9 +112,9 @@ class _Float32Projection(Projection):
     def _decode(self, expert: int, out: torch.Tensor) -> None:
         """Write one expert's float32 weights to `out` ``[N, K]``."""
 
-    def product(self, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
+    def product(self, expert: int, x: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
         self._decode(expert, self._matrix)
-        multiply(x, self._matrix, out)
+        multiply(x[rows], self._matrix, out[rows])
 
 
 class _Fp8Projection(_Float32Projection):
@@ -217,10 +228,14 @@ class Experts(ABC):
             # Rows are gathered by index_select, also on the way back: torch copies whole rows there, and element by
             # element where a tensor is indexed.
             self._gate_up.run(pieces, first, x.index_select(0, row[first:last]), gate_up)
-            h = self._round(self._activate(gate_up, weight[first:last]))
+            h = self._operand(gate_up, weight[first:last])
             self._down.run(pieces, first, h, down[first:last])
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         return down.index_select(0, place), counts
+
+    def _operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The operand of the second product ``[m, I]`` from the first product ``[m, 2I]`` and route weights ``[m]``."""
+        return self._round(self._activate(gate_up, weight))
 
     def warmup(self) -> None:
         """Run one expert with several routes and others with one, so that everything is compiled."""
@@ -248,6 +263,7 @@ class _Bf16Experts(Experts):
         super().__init__(spec, weights.local_experts)
         self.row_bytes = 2 * spec.hidden
         self._gate_up, self._down = _Bf16Projection(weights.w13), _Bf16Projection(weights.w2)
+        self._clamp = torch.tensor(torch.inf if spec.clamp is None else spec.clamp)
 
     def run(
         self, x: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
@@ -265,7 +281,13 @@ class _Bf16Experts(Experts):
         return run(x, row, expert, weight, each, w13, w2, self._operand), counts
 
     def _operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._round(self._activate(gate_up, weight))
+        large = self._gate_up.values[0].numel() >= fused.LEAST_ELEMENTS
+        if large and min(len(gate_up), self.spec.intermediate) > 1:  # torch compiles sizes of one apart
+            done = fused.activate.call(gate_up, weight, self._clamp)
+            if done is not None:
+                h: torch.Tensor = done[0]
+                return h
+        return super()._operand(gate_up, weight)
 
     def rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return x.contiguous().view(torch.uint8)

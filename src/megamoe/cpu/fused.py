@@ -20,7 +20,7 @@ from megamoe.formats.fp8_block import E4M3_MAX, SMALLEST_AMAX
 from megamoe.spec import BLOCK, ScaleFormat
 from megamoe.weights import INTERLEAVED_ROWS
 
-__all__ = ["LEAST_ELEMENTS", "Fused", "decode_e4m3", "matvec_bf16", "matvec_e4m3", "round_e4m3"]
+__all__ = ["LEAST_ELEMENTS", "Fused", "activate", "decode_e4m3", "matvec_bf16", "matvec_e4m3", "round_e4m3"]
 
 LEAST_ELEMENTS: Final = 1 << 20
 """Elements of a matrix from which compiling (seconds, once a process; less with torch's cache on disk) pays."""
@@ -82,6 +82,12 @@ def _round_e4m3(scale_format: ScaleFormat) -> Callable[[torch.Tensor], torch.Ten
     return rounded
 
 
+def _activate(gate_up: torch.Tensor, weight: torch.Tensor, clamp: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, dim=1)
+    gate, up = torch.minimum(gate, clamp), torch.clamp(up, -clamp, clamp)
+    return (torch.nn.functional.silu(gate) * up * weight.unsqueeze(1)).to(gate_up.dtype)
+
+
 def _matvec_bf16(weights: torch.Tensor, expert: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (weights[expert].float() * x.float().unsqueeze(1)).sum(-1)
 
@@ -123,6 +129,10 @@ decode_e4m3 = {rows: Fused(_decode_e4m3(rows)) for rows in (BLOCK, INTERLEAVED_R
 matvec_e4m3 = {rows: Fused(_matvec_e4m3(rows)) for rows in (BLOCK, INTERLEAVED_ROWS)}
 """By rows that share a scale: ``(int8 [EL, N, K], float32 [EL, N/rows, K/128], int64 [A], float32 [A, K])`` to float32
 ``[A, N]``, row i of `x` times the matrix of the i-th expert of `A`."""
+
+activate = Fused(_activate)
+"""``([m, 2I], float32 [m], float32 [])``: ``silu(gate) * up * weight``, clamped first (infinity: not), computed in
+float32 and returned in the type of the first argument."""
 
 matvec_bf16 = Fused(_matvec_bf16)
 """``(BF16 [EL, N, K], int64 [A], BF16 [A, K])`` to float32 ``[A, N]``."""
