@@ -21,8 +21,8 @@ def _group(row: Row) -> tuple[str, int, int, str]:
 
 
 def time_table(rows: list[Row]) -> str:
-    """Markdown: one column for each token count; `rows` are of one layer and routing, both protocols."""
-    by = {(row["tokens"], row["protocol"]): row for row in rows}
+    """Markdown: one column for each token count; `rows` are of one layer and routing, all engines and protocols."""
+    by = {(row["tokens"], row["protocol"]): row for row in rows if row["engine"] == "megamoe"}
     tokens = sorted({m for m, _ in by})
 
     def line(head: str, cell: Callable[[Row], str], protocol: str = "paced") -> str:
@@ -35,10 +35,16 @@ def time_table(rows: list[Row]) -> str:
         line("kernel", lambda r: f"{r['kernel_us']['median']:.0f}"),
         line("fastest to slowest", lambda r: f"{r['kernel_us']['min']:.0f}-{r['kernel_us']['max']:.0f}"),
         line("call, BF16 to BF16", lambda r: f"{r['e2e_us']['median']:.0f}" if "e2e_us" in r else ""),
-        line("kernel, sustained", lambda r: f"{r['kernel_us']['median']:.0f}", "sustained"),
-        line("call, sustained", lambda r: f"{r['e2e_us']['median']:.0f}" if "e2e_us" in r else "", "sustained"),
-        line("weights of the hit experts at 4.58 TB/s", lambda r: f"{r['floor_us']:.0f}"),
     ]
+    if any(protocol == "sustained" for _, protocol in by):
+        lines += [
+            line("kernel, sustained", lambda r: f"{r['kernel_us']['median']:.0f}", "sustained"),
+            line("call, sustained", lambda r: f"{r['e2e_us']['median']:.0f}" if "e2e_us" in r else "", "sustained"),
+        ]
+    lines.append(line("weights of the hit experts at 4.58 TB/s", lambda r: f"{r['floor_us']:.0f}"))
+    for peer in sorted({row["engine"] for row in rows} - {"megamoe"}):
+        times = {row["tokens"]: f"{row['e2e_us']['median']:.0f}" for row in rows if row["engine"] == peer}
+        lines.append(f"| call, {peer} | " + " | ".join(times.get(m, "") for m in tokens) + " |")
     return "\n".join(lines)
 
 
@@ -59,8 +65,8 @@ def error_table(rows: list[Row]) -> str:
 
 def tables(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Title and table of every layer of a result file, then of the errors."""
-    timed = [row for row in document["rows"] if "kernel_us" in row]
-    for group in sorted({_group(row) for row in timed}):
+    timed = [row for row in document["rows"] if "e2e_us" in row or "kernel_us" in row]
+    for group in sorted({_group(row) for row in timed if row["engine"] == "megamoe"}):
         name, experts, ranks, routing = group
         title = f"{name}, {experts} experts a rank, {ranks} rank{'s' if ranks > 1 else ''}, {routing} routing"
         yield title, time_table([row for row in timed if _group(row) == group])
