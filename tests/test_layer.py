@@ -438,3 +438,26 @@ def test_local_group_refusals(weights: ExpertWeights) -> None:
 def test_public_names() -> None:
     for name in megamoe.__all__:
         assert getattr(megamoe, name) is not None
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_ranges_around_calls(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around every call while a label is set, ended when a call raises, absent otherwise."""
+    seen: list[str] = []
+    if gpu:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda label: seen.append(f"push {label}"))
+        monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
+    spec = MoESpec(hidden=64, intermediate=64, experts=4, topk=2)
+    x, ids, weights = torch.zeros(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
+    with MegaMoE(spec, max_tokens=4, backend="cpu") as layer:
+        layer.load(make_weights(spec, "bf16"))
+        layer.annotate("experts")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            layer(x, ids, weights)
+            with pytest.raises(InputError, match="expert_ids"):
+                layer(x, ids + 4, weights)
+        layer.annotate(None)
+        layer(x, ids, weights)
+    profiled = sum(event.name == "experts" for event in profile.events())
+    assert (seen, profiled) == ((["push experts", "pop"] * 2, 0) if gpu else ([], 2))

@@ -138,6 +138,10 @@ class LocalGroup:
 
         return runtime.call(prepare)
 
+    def annotate(self, label: str | None) -> None:
+        """As `MegaMoE.annotate`."""
+        self._runtime.label = label
+
     def check(self) -> None:
         """Wait for outstanding work and raise what went wrong in it."""
         self._runtime.check()

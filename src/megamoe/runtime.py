@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import torch
 
@@ -70,6 +71,13 @@ def _check_scales(weights: ExpertWeights) -> None:
             )
 
 
+def _annotated(label: str) -> contextlib.AbstractContextManager[None]:
+    """A range around a call's host side: NVTX where there is a GPU, else one of torch's profiler."""
+    if torch.cuda.is_available():
+        return cast("contextlib.AbstractContextManager[None]", torch.cuda.nvtx.range(label))
+    return cast("contextlib.AbstractContextManager[None]", torch.profiler.record_function(label))
+
+
 class Runtime:
     """Engine and agreement for the ranks of `placement`.
 
@@ -93,6 +101,7 @@ class Runtime:
         self.placement = placement
         self.max_tokens = max_tokens
         self.weight_format: WeightFormat | None = None
+        self.label: str | None = None
         self._control = control
         self._busy = threading.Lock()
         self._engine: Engine | None = None
@@ -271,7 +280,11 @@ class Runtime:
                 )  # fmt: skip
             except Exception as error:
                 engine.refuse(stated("call", error))
-            engine.forward((call,))
+            if self.label is None:
+                engine.forward((call,))
+            else:
+                with _annotated(self.label):
+                    engine.forward((call,))
             return call.out
         finally:
             self._busy.release()
@@ -284,7 +297,8 @@ class Runtime:
                 calls = prepare(self.loaded_format())
             except Exception as error:
                 engine.refuse(stated("call", error))
-            engine.forward(calls)
+            with contextlib.nullcontext() if self.label is None else _annotated(self.label):
+                engine.forward(calls)
             return [call.out for call in calls]
         finally:
             self._busy.release()
