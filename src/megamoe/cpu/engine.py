@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
 
 from megamoe.control import Control
 from megamoe.cpu.exchange import make_exchange
-from megamoe.cpu.experts import Experts, make_experts
+from megamoe.cpu.experts import Experts, Results, make_experts
 from megamoe.cpu.routing import Outgoing, pack_routes, plan_dispatch, unpack_routes
 from megamoe.engine import Call, Placement
 from megamoe.errors import InputError, MegaMoEError, stated
@@ -105,7 +105,7 @@ class CpuEngine:
         )
         for call, plan, parts in zip(calls, plans, returned, strict=True):
             down = torch.cat([part.view(torch.bfloat16) for part in parts])
-            _combine(call, torch.cat([part.position for part in plan]), down)
+            _combine(call, torch.cat([part.position for part in plan]), Results(down))
 
     def _plan(self, call: Call, rank: int) -> list[Outgoing]:
         tokens = len(call.x)
@@ -131,9 +131,9 @@ class CpuEngine:
         x, scales = call.x, call.scales
         if len(plan.tokens) != len(x):
             x, scales = _take(x, plan.tokens), None if scales is None else scales[plan.tokens]
-        down, counts = experts.run(experts.operand(x, scales), plan.row, plan.expert, plan.weight)
+        results, counts = experts.run(experts.operand(x, scales), plan.row, plan.expert, plan.weight)
         self._stats[0] += counts
-        _combine(call, plan.position, down, ordered=True)
+        _combine(call, plan.position, results, ordered=True)
 
     def _announce(self, calls: Sequence[Call], plans: list[list[Outgoing]]) -> list[list[list[int]]]:
         """Rows and routes that each hosted rank gets from each rank: ``[local][source] == [rows, routes]``."""
@@ -177,14 +177,14 @@ class CpuEngine:
                     expert.append(e)
                     weight.append(w)
                     first_row += len(rows)
-                down, counts = experts.run(
+                got, counts = experts.run(
                     experts.unpack(torch.cat([rows for rows, _ in sources])),
                     torch.cat(row),
                     torch.cat(expert),
                     torch.cat(weight),
                 )
                 self._stats[index] += counts
-                results.append(list(torch.split(down, [len(packed) for _, packed in sources])))
+                results.append(list(torch.split(got.in_order(), [len(packed) for _, packed in sources])))
         except Exception as error:  # most likely out of memory; the peers wait for this rank's results
             failure = stated("compute", error)
         self._control.agree("compute", error=failure)
@@ -198,22 +198,26 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x[index]
 
 
-def _combine(call: Call, position: torch.Tensor, down: torch.Tensor, *, ordered: bool = False) -> None:
+def _combine(call: Call, position: torch.Tensor, results: Results, *, ordered: bool = False) -> None:
     """Sum each token's results in slot order in float32 and write them, rounded to BF16.
 
     Args:
         position: int64 ``[routes]``: ``token * k + slot`` of each result.
-        down: BF16 ``[routes, H]``.
+        results: the results.
         ordered: `position` ascends.
     """
-    slots, hidden = call.expert_ids.shape[1], down.shape[1]
+    slots, hidden = call.expert_ids.shape[1], results.down.shape[1]
     tokens = call.num_tokens if isinstance(call.num_tokens, int) else int(call.num_tokens)
+    by_slot: Iterable[torch.Tensor]
     if not ordered or len(position) < tokens * slots:
         # A skipped route adds +0 to a sum that starts from +0: no bit changes.
         routes = torch.zeros(tokens * slots, hidden, dtype=torch.bfloat16)
-        down = routes.index_copy_(0, position, down)
-    down = down.view(tokens, slots, hidden)
+        by_slot = routes.index_copy_(0, position, results.in_order()).view(tokens, slots, hidden).unbind(1)
+    elif results.place is None:
+        by_slot = results.down.view(tokens, slots, hidden).unbind(1)
+    else:  # a slot at a time: the gathered rows stay in a cache
+        by_slot = (results.down.index_select(0, place) for place in results.place.view(tokens, slots).unbind(1))
     total = torch.zeros(tokens, hidden)
-    for one in down.unbind(1):  # not torch.sum: its order depends on the sizes
+    for one in by_slot:  # not torch.sum: its order depends on the sizes
         total += one
     call.out[:tokens] = total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_half_bits, has_nan
 from megamoe.spec import BLOCK, MoESpec, ScaleFormat
 from megamoe.weights import INTERLEAVED_ROWS, ExpertWeights, GateUpOrder
 
-__all__ = ["Experts", "make_experts"]
+__all__ = ["Experts", "Results", "make_experts"]
 
 _BATCH_ROUTES = 1024
 """Routes whose intermediates are held at once: few enough that they stay in a cache of some ten megabytes."""
@@ -173,6 +174,22 @@ class _Mxfp4Projection(_Float32Projection):
         out.copy_(mxfp4.dequantize(self.values[expert], self.scale[expert]))
 
 
+class Results(NamedTuple):
+    """The down projections of routes.
+
+    Attributes:
+        down: BF16 ``[routes, H]``.
+        place: int64 ``[routes]``: which row of `down` is each route's; None where they are in the order given.
+    """
+
+    down: torch.Tensor
+    place: torch.Tensor | None = None
+
+    def in_order(self) -> torch.Tensor:
+        """The routes' results in the order given."""
+        return self.down if self.place is None else self.down.index_select(0, self.place)
+
+
 class Experts(ABC):
     """One rank's experts. Rows are what a rank's input becomes before it travels: bytes, `row_bytes` each."""
 
@@ -208,16 +225,13 @@ class Experts(ABC):
 
     def run(
         self, x: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The down projection of every route, and the number of routes of every expert.
+    ) -> tuple[Results, torch.Tensor]:
+        """The down projection of every route, and the number of routes of every local expert (int64 ``[EL]``).
 
         Args:
             x: operand of the first product, ``[rows, H]``.
             row, expert: int64 ``[routes]``: index into `x`, and local expert.
             weight: float32 ``[routes]``.
-
-        Returns:
-            BF16 ``[routes, H]`` in the order given, and the counts per local expert, int64 ``[EL]``.
         """
         order, counts = by_expert(expert, self.local_experts)
         row, weight = row.index_select(0, order), weight.index_select(0, order)
@@ -231,7 +245,7 @@ class Experts(ABC):
             h = self._operand(gate_up, weight[first:last])
             self._down.run(pieces, first, h, down[first:last])
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        return down.index_select(0, place), counts
+        return Results(down, place), counts
 
     def _operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The operand of the second product ``[m, I]`` from the first product ``[m, 2I]`` and route weights ``[m]``."""
@@ -267,18 +281,18 @@ class _Bf16Experts(Experts):
 
     def run(
         self, x: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Results, torch.Tensor]:
         w13, w2 = self._gate_up.values, self._down.values
         small = w13[0].numel() < fused.LEAST_ELEMENTS and 0 < len(expert) <= _BATCH_ROUTES
         if small and len(x) == 1:
             down = run_one_token(x, expert.tolist(), weight, w13, w2, self._operand)
-            return down, torch.bincount(expert, minlength=self.local_experts)
+            return Results(down), torch.bincount(expert, minlength=self.local_experts)
         if not small:
             return super().run(x, row, expert, weight)
         counts = torch.bincount(expert, minlength=self.local_experts)
         each: list[int] = counts.tolist()
         run = run_padded if padding_pays(each, w13[0].nbytes, _BATCH_ROUTES) else run_apart
-        return run(x, row, expert, weight, each, w13, w2, self._operand), counts
+        return Results(run(x, row, expert, weight, each, w13, w2, self._operand)), counts
 
     def _operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         large = self._gate_up.values[0].numel() >= fused.LEAST_ELEMENTS
