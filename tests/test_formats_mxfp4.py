@@ -122,7 +122,7 @@ def test_conversion_is_exact(scale_format: str, seed: int, low: int) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32), low=st.integers(0, 220), spread=st.integers(12, 34))
+@given(seed=st.integers(0, 2**32), low=st.integers(0, 218), spread=st.integers(12, 34))  # 6 * 2^125: float32 holds it
 def test_inexact_exactly_where_no_common_scale_exists(seed: int, low: int, spread: int) -> None:
     """Brute force: with the smallest scale that holds the largest value, which groups are not e4m3 multiples of it."""
     packed, scale = random_weights(seed, (128, 256), low, low + 2)
