@@ -63,9 +63,6 @@ CHECKED = 64
 LARGEST_COPY = 16 << 30
 """batched_mm in BF16 copies the weights of every route; beyond this many bytes it is left out."""
 
-_FLUSH_BYTES = 1 << 28
-_SLEEP_CYCLES = 16_000_000
-
 Candidate = Callable[[], torch.Tensor]
 
 
@@ -190,7 +187,7 @@ def paced(
     calls: dict[str, Candidate], samples: int, seconds: float, on_sample: Callable[[], None]
 ) -> dict[str, list[float]]:
     """Microseconds between events around each call, as `PROTOCOL` says."""
-    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    flush = torch.empty(mega.FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in calls}
     begun = time.perf_counter()
     for index in range(samples):
@@ -199,7 +196,7 @@ def paced(
         for name in list(calls)[:: 1 if index % 2 == 0 else -1]:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
-            torch.cuda._sleep(_SLEEP_CYCLES)
+            torch.cuda._sleep(mega.SLEEP_CYCLES)
             start.record()
             calls[name]()
             end.record()

@@ -27,10 +27,10 @@ _FIRST_FORKED = 100
 class SimGpu:
     """`megamoe.cuda.gpu.Gpu` over an arena of the simulator; counts what the engine asks for."""
 
-    def __init__(self, sim: Simulation) -> None:
+    def __init__(self, sim: Simulation, current: int = CURRENT) -> None:
         self.sim = sim
         self.device = torch.device("cpu")
-        self.current = CURRENT
+        self.current = current
         self.in_capture = False
         self.allocated: list[str] = []
         self.followed = self.synchronized = self.forks = self.joins = 0
@@ -73,7 +73,7 @@ class EagerDriver(SimDriver):
     """Runs a staging kernel at its launch, the fused kernels when the last rank's is there."""
 
     def __init__(self, sim: Simulation) -> None:
-        super().__init__(sim, multiprocessors=4, rank_of=lambda _, stream: max(0, stream - _FIRST_FORKED))
+        super().__init__(sim, multiprocessors=4, devices=2, rank_of=lambda _, stream: max(0, stream - _FIRST_FORKED))
         self.names: list[str] = []
         self.seed = 0
         self.waiting_for = 1
@@ -94,15 +94,31 @@ class World:
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
         self.gpu = SimGpu(sim)
+        # What runs on the second GPU's stream is rank 1's.
+        self.gpus = {0: self.gpu, 1: SimGpu(sim, _FIRST_FORKED + 1)}
         self.driver = EagerDriver(sim)
         self.engines: list[CudaEngine] = []
         self._inputs = 0
 
-    def engine(self, spec: MoESpec, ranks: int = 1, max_tokens: int = 16, **how: Any) -> CudaEngine:
+    def engine(
+        self,
+        spec: MoESpec,
+        ranks: int = 1,
+        max_tokens: int = 16,
+        devices: tuple[int, ...] | None = None,
+        **how: Any,
+    ) -> CudaEngine:
         self.driver.waiting_for = ranks
-        placement = Placement(ranks=ranks, local=tuple(range(ranks)))
+        placement = Placement(ranks=ranks, local=tuple(range(ranks)), devices=devices)
         made = CudaEngine(
-            spec, placement, Control(None), max_tokens, driver=self.driver, gpus=lambda _: self.gpu, deadline=2.0, **how
+            spec,
+            placement,
+            Control(None),
+            max_tokens,
+            driver=self.driver,
+            gpus=self.gpus.__getitem__,
+            deadline=2.0,
+            **how,
         )
         self.engines.append(made)
         return made

@@ -361,6 +361,6 @@ def test_small_bf16_products(route_experts: list[int]) -> None:
     for run, groups in ((run_padded, True), (run_apart, True), (run_apart, False)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(small, "_takes_groups", lambda *_, groups=groups: groups)
-            got = run(x, row, expert, weight, counts, w.w13, w.w2, experts._operand)
+            got = run(x, row, expert, weight, counts, w.w13, w.w2, experts._down_operand)
         assert got[~finite].isnan().all()
         assert reference.relative_error(got[finite], want[finite]) < 8e-3 or not finite.any()

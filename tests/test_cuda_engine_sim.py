@@ -11,7 +11,7 @@ from engine_sim import World, world
 from megamoe import MoESpec, reference
 from megamoe.cuda import memory
 from megamoe.cuda.plan import Plan
-from megamoe.errors import ClosedError, DeadlineError, EngineError, InputError
+from megamoe.errors import ClosedError, DeadlineError, EngineError, InputError, PeerError
 from megamoe.formats import fp8_block
 from megamoe.sim.requirements import missing
 from moe_cases import make_call, make_weights, part
@@ -186,6 +186,47 @@ def test_ranks_share_the_gpu_and_agree_with_one(sim, weights, ranks):
     engine.forward(calls)
     assert torch.equal(torch.cat([c.out for c in calls]), base.out)
     assert (sim.gpu.forks, sim.gpu.joins) == (1, 1)
+
+
+def two_gpus(sim, weights):
+    """One rank on each of two GPUs, loaded, and its calls, like those of one rank with all tokens."""
+    given = make_call(SPEC, 8)
+    alone = sim.engine(SPEC, plan=PLAN)
+    alone.load([weights])
+    base = sim.call(*given)
+    alone.forward([base])
+    local = SPEC.experts // 2
+    engine = sim.engine(SPEC, 2, devices=(0, 1), plan=PLAN)
+    engine.load([part(weights, r * local, local) for r in range(2)])
+    calls = [sim.call(*(sim.place(t[r * 4 : r * 4 + 4].contiguous(), rank=r) for t in given), rank=r) for r in range(2)]
+    return engine, calls, base.out
+
+
+def test_a_rank_on_each_gpu_agrees_with_one(sim, weights):
+    engine, calls, want = two_gpus(sim, weights)
+    assert [place.ordinal for place in engine._workspace.places] == [0, 1]
+    for _ in range(2):
+        engine.forward(calls)
+        engine.check()
+        assert torch.equal(torch.cat([c.out for c in calls]), want)
+    assert sim.gpu.forks == 0  # each on its GPU's own stream
+
+
+def test_a_refusal_ends_the_peers_calls_until_reset(sim, weights):
+    engine, calls, want = two_gpus(sim, weights)
+    engine._workspace.raise_abort(1, 1)  # what the host of a process does that refuses a call
+    sim.driver.waiting_for = 1
+    engine.forward_some(calls, [0])
+    assert calls[0].out.isnan().all()
+    with pytest.raises(PeerError, match=r"rank 1 refused a call.*reset\(\)"):
+        engine.check()
+    with pytest.raises(ClosedError, match="rank 1 refused"):
+        engine.forward(calls)
+    engine.reset()
+    sim.driver.waiting_for = 2
+    engine.forward(calls)
+    engine.check()
+    assert torch.equal(torch.cat([c.out for c in calls]), want)
 
 
 def test_a_second_load_keeps_the_addresses(sim, weights):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import megamoe
-from megamoe import ExpertWeights, MegaMoE, MoESpec, local_group, reference
+from megamoe import ExpertWeights, MegaMoE, MoESpec, inputs, local_group, reference
 from megamoe.errors import ClosedError, EngineError, FormatError, InputError, SpecError, WeightError
 from megamoe.formats import fp8_block
 from moe_cases import SPEC, make_call, make_weights, part
@@ -59,9 +61,9 @@ def test_strides_and_id_types(layer: MegaMoE, id_type: torch.dtype) -> None:
     columns = torch.empty(SPEC.hidden, 10, dtype=torch.bfloat16).copy_(x.T).T
     turned_ids = ids.to(id_type).T.contiguous().T
     turned_weights = torch.stack((route_weights, torch.full_like(route_weights, torch.nan)), -1)[..., 0]
-    for given in (strided, columns):
-        assert not given.is_contiguous()
-        assert torch.equal(layer(given, turned_ids, turned_weights), expected)
+    for apart in (strided, columns):
+        assert not apart.is_contiguous()
+        assert torch.equal(layer(apart, turned_ids, turned_weights), expected)
     q, s = fp8_block.quantize_activations(x)
     q_wide = torch.zeros(20, SPEC.hidden, dtype=torch.uint8)
     q_wide[1::2] = q.view(torch.uint8)
@@ -461,3 +463,51 @@ def test_ranges_around_calls(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None
         layer(x, ids, weights)
     profiled = sum(event.name == "experts" for event in profile.events())
     assert (seen, profiled) == ((["push experts", "pop"] * 2, 0) if gpu else ([], 2))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@settings(max_examples=150, deadline=None)
+@given(choices=st.sets(st.integers(0, 11), max_size=2), with_out=st.booleans())
+def test_the_quick_look_accepts_what_the_checks_accept(device: str, choices: set[int], with_out: bool) -> None:
+    """`_is_usual` is the checks once more, quicker: whatever it takes they take, unchanged."""
+    rows = 3
+    given_x = torch.zeros(rows, SPEC.hidden, dtype=torch.bfloat16, device=device)
+    given_ids = torch.zeros(rows, SPEC.topk, dtype=torch.int32, device=device)
+    given_weights = torch.ones(rows, SPEC.topk, device=device)
+    given_out = torch.zeros_like(given_x) if with_out else None
+    changes: list[Callable[[], tuple[Any, ...]]] = [
+        lambda: (given_x.float(), given_ids, given_weights, given_out),
+        lambda: (given_x[:2], given_ids, given_weights, given_out),
+        lambda: (given_x[:, :-1], given_ids, given_weights, given_out),
+        lambda: (given_x, given_ids.long(), given_weights, given_out),
+        lambda: (given_x, given_ids.short(), given_weights, given_out),
+        lambda: (given_x, given_ids, given_weights.double(), given_out),
+        lambda: (given_x, given_ids, given_weights.T, given_out),
+        lambda: (given_x, given_ids, given_weights.clone().requires_grad_(), given_out),
+        lambda: (given_x.T.contiguous().T, given_ids, given_weights, given_out),
+        lambda: (given_x, given_ids, given_weights, torch.zeros(rows, SPEC.hidden, device=device)),
+        lambda: (given_x, given_ids, given_weights, torch.zeros(1, 1, device="meta").bfloat16().expand(3, SPEC.hidden)),
+        lambda: (given_x.to_sparse() if device == "cpu" else given_x[0], given_ids, given_weights, given_out),
+    ]
+    for choice in sorted(choices):  # the one that other changes cannot follow is last
+        given_x, given_ids, given_weights, given_out = changes[choice]()
+    cpu = torch.device("cpu")
+    arguments = (SPEC, "fp8_block", 8, cpu, given_x, given_ids, given_weights)
+    if not inputs._is_usual(SPEC, cpu, given_x, given_ids, given_weights, given_out):
+        return
+    quick = inputs.check_call(*arguments, out=given_out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "_is_usual", lambda *_: False)
+        slow = inputs.check_call(*arguments, out=given_out)  # raises where the quick look took too much
+    assert quick.plain
+    assert not slow.plain
+    for name in ("x", "scales", "expert_ids", "expert_weights", "num_tokens", "bound"):
+        assert getattr(quick, name) is getattr(slow, name) or getattr(quick, name) == getattr(slow, name)
+
+
+def test_the_quick_look_knows_the_usual_call() -> None:
+    x, ids, weights = make_call(SPEC, 3)
+    cpu = torch.device("cpu")
+    assert inputs._is_usual(SPEC, cpu, x, ids, weights, None)
+    assert inputs._is_usual(SPEC, cpu, x, ids, weights, torch.empty_like(x))
+    assert not inputs._is_usual(SPEC, cpu, x, ids, weights.double(), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 
@@ -165,35 +165,24 @@ def check_call(
     Raises:
         InputError: names the argument, what was given, what is allowed and the way out.
     """
-    if num_tokens is None and _is_usual(spec, device, x, expert_ids, expert_weights, out):
-        rows: int = x.shape[0]  # type: ignore[union-attr]
-        most = max_tokens if bound is None else bound
-        if type(most) is int and rows <= most <= max_tokens and most > 0:
-            if out is None:
-                out = torch.empty(rows, spec.hidden, dtype=torch.bfloat16, device=device)
-            return Call(
-                x=x,  # type: ignore[arg-type]
-                scales=None,
-                expert_ids=expert_ids,
-                expert_weights=expert_weights,
-                out=out,
-                num_tokens=rows,
-                bound=most,
-                plain=True,
-            )
-    values, scales = _check_activations(spec, weight_format, x, device)
-    tokens, slots = values.shape[0], spec.topk
-    ids = _check(
-        "expert_ids",
-        expert_ids,
-        (torch.int32, torch.int64),
-        (tokens, slots),
-        device,
-        "Convert the ids with .int().",
-    )
-    weights = _check(
-        "expert_weights", expert_weights, (torch.float32,), (tokens, slots), device, "Convert them with .float()."
-    )
+    plain = _is_usual(spec, device, x, expert_ids, expert_weights, out)
+    if plain:
+        values, scales, ids, weights = cast("torch.Tensor", x), None, expert_ids, expert_weights
+        tokens = values.shape[0]
+    else:
+        values, scales = _check_activations(spec, weight_format, x, device)
+        tokens, slots = values.shape[0], spec.topk
+        ids = _check(
+            "expert_ids",
+            expert_ids,
+            (torch.int32, torch.int64),
+            (tokens, slots),
+            device,
+            "Convert the ids with .int().",
+        )
+        weights = _check(
+            "expert_weights", expert_weights, (torch.float32,), (tokens, slots), device, "Convert them with .float()."
+        )
     if bound is None:
         bound = max_tokens
     else:
@@ -227,7 +216,7 @@ def check_call(
     if out is None:
         make = torch.empty if num_tokens is None else torch.zeros  # without a count every row is written
         out = make(tokens, spec.hidden, dtype=torch.bfloat16, device=values.device)
-    else:
+    elif not plain:
         _check("out", out, (torch.bfloat16,), (tokens, spec.hidden), device, "Pass a bfloat16 tensor.")
         _check_out(out)
     return Call(
@@ -238,4 +227,5 @@ def check_call(
         out=out,
         num_tokens=count,
         bound=bound,
+        plain=plain,
     )

@@ -23,7 +23,8 @@ class MegaMoE:
 
     Rank r of R owns the experts ``[r * E/R, (r + 1) * E/R)``. Constructing, `load`, `warmup`, calls and `reset` are
     collective: all ranks of the group make them in the same order. When one rank refuses, all ranks raise: that rank
-    its own error and the others `PeerError` with its reason, and the layer stays usable. A context manager.
+    its own error and the others `PeerError` with its reason, and the layer stays usable; on the GPU engine with ranks
+    in several processes after the `reset` that the errors name. A context manager.
 
     Args:
         spec: the layer.

@@ -261,6 +261,13 @@ class Runtime:
             # Compiling takes long: a rank that called at once would spend its deadline on waiting for the others.
             self._control.agree("warmup", error=failure)
 
+    def _forward(self, engine: Engine, calls: Sequence[Call]) -> None:
+        if self.label is None:
+            engine.forward(calls)
+        else:
+            with _annotated(self.label):
+                engine.forward(calls)
+
     def call_one(
         self,
         x: Activations,
@@ -280,11 +287,7 @@ class Runtime:
                 )  # fmt: skip
             except Exception as error:
                 engine.refuse(stated("call", error))
-            if self.label is None:
-                engine.forward((call,))
-            else:
-                with _annotated(self.label):
-                    engine.forward((call,))
+            self._forward(engine, (call,))
             return call.out
         finally:
             self._busy.release()
@@ -297,8 +300,7 @@ class Runtime:
                 calls = prepare(self.loaded_format())
             except Exception as error:
                 engine.refuse(stated("call", error))
-            with contextlib.nullcontext() if self.label is None else _annotated(self.label):
-                engine.forward(calls)
+            self._forward(engine, calls)
             return [call.out for call in calls]
         finally:
             self._busy.release()

@@ -54,8 +54,10 @@ EXPERTS_PER_RANK: Final = {"flash": 32, "pro": 48, "mimo": 48, "v3": 32, "qwen3"
 STREAM_TBPS: Final = 4.58
 """Read-only stream from HBM on an H200, TB/s: the weights of hit experts at this rate are the floor of small calls."""
 
-_FLUSH_BYTES: Final = 1 << 28
-_SLEEP_CYCLES: Final = 16_000_000
+FLUSH_BYTES: Final = 1 << 28
+SLEEP_CYCLES: Final = 16_000_000
+"""What precedes a paced call: bytes written to flush the L2, and about 10 ms of sleep."""
+
 _BURST: Final = 20
 _CHECKED_TOKENS: Final = 64
 """Tokens of a rank that are compared with the oracle."""
@@ -143,13 +145,13 @@ class _Pace:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = sorted(set(devices), key=lambda d: d.index)
-        self._flush = [torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=d) for d in self.devices]
+        self._flush = [torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=d) for d in self.devices]
 
     def paced(self, action: Callable[[], None], together: Callable[[], None] | None) -> None:
         for device, flush in zip(self.devices, self._flush, strict=True):
             flush.zero_()
             with torch.cuda.device(device):
-                torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         if together is not None:
             together()
         action()

@@ -22,6 +22,7 @@ from megamoe.bench import mega
 from megamoe.bench.models import model
 from megamoe.bench.results import Row, timing
 from megamoe.bench.routing import routing
+from megamoe.formats import fp8_block
 from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights
 
@@ -30,21 +31,12 @@ __all__ = ["PEERS", "UnfusedRank", "run"]
 PEERS: Final = ("nccl+grouped-gemm-bf16", "nccl+grouped-gemm-fp8")
 """BF16 weights; e4m3 weights and rows with a scale for each row, which is what torch's scaled grouped GEMM takes."""
 
-_E4M3_MAX: Final = 448.0
-_SLEEP_CYCLES: Final = 16_000_000
-_FLUSH_BYTES: Final = 1 << 28
 _ROW_ALIGNMENT: Final = 16
-
-
-def _dense(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """BF16 of e4m3 values with a scale for each block of 128 x 128."""
-    wide = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)
-    return (values.float() * wide).bfloat16()
 
 
 def _quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 of `rows` and a float32 scale for each."""
-    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / _E4M3_MAX
+    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / fp8_block.E4M3_MAX
     return (rows.float() / scale).to(torch.float8_e4m3fn), scale.squeeze(-1)
 
 
@@ -66,7 +58,7 @@ class UnfusedRank:
         self.local = weights.local_experts
         made = []
         for values, scale in ((weights.w13, weights.w13_scale), (weights.w2, weights.w2_scale)):
-            parts = [_dense(v, s) for v, s in zip(values, scale, strict=True)]
+            parts = [fp8_block.dequantize_weights(v, s).bfloat16() for v, s in zip(values, scale, strict=True)]
             if fp8:
                 pairs = [_quantised(part) for part in parts]
                 made.append((torch.stack([q.view(torch.uint8) for q, _ in pairs]).view(torch.float8_e4m3fn),
@@ -137,7 +129,7 @@ def _process(rank: int, ranks: int, cells: Sequence[tuple[str, int, str, int]], 
     world = dist.group.WORLD
     assert world is not None
     found: list[Row] = []
-    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    flush = torch.empty(mega.FLUSH_BYTES // 4, dtype=torch.int32, device=device)
     for name, local in dict.fromkeys((cell[0], cell[1]) for cell in cells):
         spec = replace(model(name).spec, experts=local * ranks)
         weights = replace(mega.random_weights(spec, local, device, seed=rank), first_expert=rank * local)
@@ -168,7 +160,7 @@ def _time(action: Callable[[], Any], flush: torch.Tensor, samples: int, device: 
     taken = []
     for number in range(samples + 2):
         flush.zero_()
-        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(mega.SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         dist.barrier()
         start.record()

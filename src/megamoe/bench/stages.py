@@ -101,6 +101,7 @@ PLANS: Final = {
     "swap": Plan(wide=False, stages=3, keep_intermediate=True),
     "mixed": Plan(stages=3, keep_intermediate=True),
 }
+"""Plans that `measure` takes; three stages fit the widest layer too."""
 
 
 def rows_of(

@@ -242,12 +242,12 @@ class Experts(ABC):
             # Rows are gathered by index_select, also on the way back: torch copies whole rows there, and element by
             # element where a tensor is indexed.
             self._gate_up.run(pieces, first, x.index_select(0, row[first:last]), gate_up)
-            h = self._operand(gate_up, weight[first:last])
+            h = self._down_operand(gate_up, weight[first:last])
             self._down.run(pieces, first, h, down[first:last])
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         return Results(down, place), counts
 
-    def _operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _down_operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The operand of the second product ``[m, I]`` from the first product ``[m, 2I]`` and route weights ``[m]``."""
         return self._round(self._activate(gate_up, weight))
 
@@ -285,23 +285,23 @@ class _Bf16Experts(Experts):
         w13, w2 = self._gate_up.values, self._down.values
         small = w13[0].numel() < fused.LEAST_ELEMENTS and 0 < len(expert) <= _BATCH_ROUTES
         if small and len(x) == 1:
-            down = run_one_token(x, expert.tolist(), weight, w13, w2, self._operand)
+            down = run_one_token(x, expert.tolist(), weight, w13, w2, self._down_operand)
             return Results(down), torch.bincount(expert, minlength=self.local_experts)
         if not small:
             return super().run(x, row, expert, weight)
         counts = torch.bincount(expert, minlength=self.local_experts)
         each: list[int] = counts.tolist()
         run = run_padded if padding_pays(each, w13[0].nbytes, _BATCH_ROUTES) else run_apart
-        return Results(run(x, row, expert, weight, each, w13, w2, self._operand)), counts
+        return Results(run(x, row, expert, weight, each, w13, w2, self._down_operand)), counts
 
-    def _operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _down_operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         large = self._gate_up.values[0].numel() >= fused.LEAST_ELEMENTS
         if large and min(len(gate_up), self.spec.intermediate) > 1:  # torch compiles sizes of one apart
             done = fused.activate.call(gate_up, weight, self._clamp)
             if done is not None:
                 h: torch.Tensor = done[0]
                 return h
-        return super()._operand(gate_up, weight)
+        return super()._down_operand(gate_up, weight)
 
     def rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return x.contiguous().view(torch.uint8)

@@ -27,6 +27,7 @@ __all__ = [
     "Sizes",
     "allocation_report",
     "device_header",
+    "offset_of",
     "offsets",
     "total_bytes",
 ]
@@ -164,6 +165,11 @@ def offsets(fields: tuple[Field, ...], sizes: Sizes) -> list[int]:
         result.append(at)
         at += field.nbytes(sizes)
     return result
+
+
+def offset_of(fields: tuple[Field, ...], name: str, sizes: Sizes) -> int:
+    """Byte offset of the field `name`. Raises StopIteration when there is none."""
+    return next(at for field, at in zip(fields, offsets(fields, sizes), strict=True) if field.name == name)
 
 
 def total_bytes(fields: tuple[Field, ...], sizes: Sizes) -> int:

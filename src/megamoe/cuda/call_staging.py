@@ -84,6 +84,8 @@ class _CallShape:
 class CallStager:
     """Everything a call brings, in one launch: rows (quantised or copied), expert ids, route weights.
 
+    Its kernels' arguments are written in place: one call at a time.
+
     Checked arguments only (`megamoe.inputs`); any strides. Rows that the kernel cannot load as they lie (columns apart,
     or not aligned) are made contiguous first, by one more kernel.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
-from megamoe.cuda.arena import ARENA, TRACE_EVENTS, TRACE_ROLES, allocation_report, offsets
+from megamoe.cuda.arena import ARENA, TRACE_EVENTS, TRACE_ROLES, allocation_report, offset_of
 from megamoe.cuda.driver import Driver, LaunchConfig, open_driver
 from megamoe.cuda.faults import raise_reported
 from megamoe.cuda.fused import KERNEL, Buffers, sizes_of
@@ -150,7 +150,7 @@ class CudaEngine:
         def arenas(nbytes: int) -> Arenas:
             if self._alone:
                 return local_arenas(self._driver, gpus, self._seats, nbytes)
-            word = offsets(ARENA, self._sizes)[[field.name for field in ARENA].index("done")]
+            word = offset_of(ARENA, "done", self._sizes)
             return symmetric_arenas(self._control, self._driver, self._seats[0], nbytes, word)
 
         return Workspace(
@@ -294,12 +294,7 @@ class CudaEngine:
         rank = self._ranks[0]
         stream = self._caller_stream(rank.place)
         out = rank.storable(call.out)
-        if needs_context(stream) and not self._driver.is_current(rank.place.ordinal):
-            with self._driver.use_device(rank.place.ordinal):
-                if stage:
-                    rank.stage(call, stream)
-                rank.start(kernel, call, out, stream)
-        else:
+        with self._context(rank.place, stream):
             if stage:
                 rank.stage(call, stream)
             rank.start(kernel, call, out, stream)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -44,10 +44,10 @@ class Gpu(Protocol):
     def follow(self) -> None:
         """Make the current stream wait for the stream of the last call, and remember it as that; not in a capture."""
 
-    def fork(self, ranks: int, root: Any = None) -> list[int]:
-        """One stream for each rank, which waits for the current stream, or for that of the `Gpu` `root`."""
+    def fork(self, ranks: int, root: Gpu | None = None) -> list[int]:
+        """One stream for each rank, which waits for the current stream, or for that of `root`."""
 
-    def join(self, root: Any = None) -> None:
+    def join(self, root: Gpu | None = None) -> None:
         """Make the current stream, or that of `root`, wait for the streams of the last `fork`."""
 
     def synchronize(self) -> None:
@@ -119,7 +119,7 @@ class TorchGpu:
             current.wait_stream(self._last)
         self._last = current
 
-    def fork(self, ranks: int, root: Any = None) -> list[int]:
+    def fork(self, ranks: int, root: Gpu | None = None) -> list[int]:
         while len(self._ranks) < ranks:
             self._ranks.append(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self.device if root is None else root.device)
@@ -128,7 +128,7 @@ class TorchGpu:
             stream.wait_stream(current)
         return [int(stream.cuda_stream) for stream in self._ranks[:ranks]]
 
-    def join(self, root: Any = None) -> None:
+    def join(self, root: Gpu | None = None) -> None:
         current = torch.cuda.current_stream(self.device if root is None else root.device)
         for stream in self._ranks[: self._forked]:
             current.wait_stream(stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import permutations
 
 import torch
 
@@ -81,8 +81,8 @@ def refusal(
             "Leave it out for all ranks on the current GPU.",
         )
     ordinals = ordinals_of(placement) if driver.device_type == "cuda" else placement.devices or (0,)
-    for a, b in product(sorted(set(ordinals)), repeat=2):
-        if a != b and not driver.peer(a, b).access:
+    for a, b in permutations(sorted(set(ordinals)), 2):
+        if not driver.peer(a, b).access:
             return EngineError(
                 "devices",
                 f"GPUs {a} and {b}, which do not reach each other's memory",

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from megamoe.cuda.arena import ARENA, REPORT_WORDS, WORKSPACE, Sizes, allocation_report, offsets, total_bytes
+from megamoe.cuda.arena import ARENA, REPORT_WORDS, WORKSPACE, Sizes, allocation_report, offset_of, total_bytes
 from megamoe.cuda.call_staging import CallStager
 from megamoe.cuda.driver import Driver
 from megamoe.cuda.fused import Buffers, Maps, job, tensor_maps
@@ -156,10 +156,6 @@ class Workspace:
         for place in self.places:
             place.gpu.synchronize()
 
-    def loaded(self, plan: Plan) -> bool:
-        """Whether `library` would return at once."""
-        return plan in self._libraries
-
     def library(self, plan: Plan) -> Library:
         """The kernel of `plan`, compiled and loaded at the first request."""
         found = self._libraries.get(plan)
@@ -190,7 +186,7 @@ class Workspace:
 
     def raise_abort(self, index: int, rank: int) -> None:
         """End every rank's calls from the host, because rank `rank`, the `index`-th one here, refused its own."""
-        at = offsets(ARENA, self.sizes)[[field.name for field in ARENA].index("abort")]
+        at = offset_of(ARENA, "abort", self.sizes)
         for address in self.arenas[index]:
             self.driver.store_words(self.place_of[index].ordinal, address + at, [rank + 1])
 
@@ -215,7 +211,7 @@ class Workspace:
 
 
 _live: dict[tuple[Any, ...], Workspace] = {}
-_live_lock = threading.Lock()
+_live_lock = threading.RLock()  # making a workspace may collect a dropped layer, which releases its own
 
 
 def find(key: tuple[Any, ...]) -> Workspace | None:

@@ -138,15 +138,15 @@ def _symmetric() -> Any:
         return found
     except (ImportError, AttributeError) as error:
         raise EngineError(
-            "torch", f"{torch.__version__} ({error})", "symmetric memory as in torch 2.9 to 2.13", "Update torch."
+            "torch", f"{torch.__version__} ({error})", "symmetric memory as torch 2.11 has it", "Update torch."
         ) from error
 
 
 def _register(found: Any, name: str, control: Control) -> Any:
     """Give torch's symmetric memory a group of this package's own to meet in: rank, size and a store, no backend.
 
-    Up to torch 2.10 it asks for these by `name`, later for a process group that is registered under it, which lives as
-    long as what is returned here.
+    Versions differ in whether they look `name` up among these or among registered process groups (torch 2.11), which
+    live as long as what is returned here.
     """
     c10d: Any = importlib.import_module("torch._C._distributed_c10d")
     store = control.store("symmetric")
