@@ -92,9 +92,10 @@ def _directory() -> Path:
     wanted = default_directory().with_name("sim")
     try:
         wanted.mkdir(parents=True, exist_ok=True)
-        probe = wanted / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        # A file of this call alone: a thread that found another one's probe gone would go to the other directory, and a
+        # library's path is what mutations know its call sites by.
+        with tempfile.TemporaryFile(dir=wanted):
+            pass
     except OSError:
         wanted = Path(tempfile.gettempdir()) / f"megamoe-sim-{os.getuid()}"
         wanted.mkdir(parents=True, exist_ok=True)
