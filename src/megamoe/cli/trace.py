@@ -21,7 +21,10 @@ __all__ = ["command"]
 def command(
     model: Annotated[str, typer.Option(help="flash, pro, mimo, v3, qwen3.")] = "flash",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens on each rank.")] = 512,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks on this GPU.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the group.")] = 1,
+    devices: Annotated[
+        str | None, typer.Option(help="GPUs over which the ranks are dealt, as 0,1; default: all on the current one.")
+    ] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts of a rank; default: one of eight ranks'.")] = None,
     routing: Annotated[str, typer.Option(help="random, balanced, zipf, hot, all-remote.")] = "random",
     simulate: Annotated[
@@ -31,7 +34,9 @@ def command(
     save: Annotated[Path | None, typer.Option(help="Write the raw stamps (.npz).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write a trace for https://ui.perfetto.dev (.json).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (png, svg or pdf).")] = None,
-    rank: Annotated[int, typer.Option(min=0, help="The rank that table and picture show.")] = 0,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="The rank to show; default: rank 0's table, all ranks in one picture.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
     """Record the phases of every CTA and role in one call of the GPU kernel, and say where the time goes."""
@@ -50,25 +55,44 @@ def command(
 
         recording = simulated(simulate)
     else:
-        from megamoe.bench.timeline import record
+        from megamoe.bench.timeline_ranks import record_ranks
 
-        recording = record(model, tokens, ranks=ranks, routing=routing, experts_per_rank=experts)
+        recording = record_ranks(
+            model, tokens, ranks=ranks, devices=_ordinals(devices), routing=routing, experts_per_rank=experts
+        )
+    together = rank is None and len(recording.stamps) > 1
+    rank = rank or 0
     if rank >= len(recording.stamps):
         raise InputError("rank", rank, f"0 to {len(recording.stamps) - 1}", "The recording has no more ranks.")
     if save is not None:
         recording.save(save)
     if perfetto is not None:
         write_chrome(recording, perfetto)
-    if plot is not None:
+    if plot is not None and together:
+        from megamoe.bench.timeline_ranks import draw_ranks
+
+        draw_ranks(recording, plot)
+    elif plot is not None:
         from megamoe.bench.timeline import draw
 
         draw(recording, plot, rank)
     if as_json:
         phases = [asdict(row) for row in phase_times(recording, rank)]
         document = {**recording.about, "unit": recording.unit, "rank": rank, "truncated": recording.truncated}
-        _console.print_json({**document, "phases": phases})
+        clocks = {"clocks": list(recording.clocks), "clock_uncertainty": recording.alignment().uncertainty}
+        _console.print_json({**document, **clocks, "phases": phases})
         return
     _console.out().print(_table(recording, rank))
+
+
+def _ordinals(text: str | None) -> list[int] | None:
+    """``0,1`` as numbers."""
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise InputError("devices", text, "numbers of GPUs with commas between", "Write --devices 0,1.") from error
 
 
 def _table(recording: Recording, rank: int) -> RenderableType:
@@ -98,6 +122,12 @@ def _table(recording: Recording, rank: int) -> RenderableType:
             f"{row.share:.1%}",
         )
         last = row.group
+    captions = []
     if recording.truncated:
-        table.caption = "Some roles had more events than a row holds: what came after them is missing."
+        captions.append("Some roles had more events than a row holds: what came after them is missing.")
+    if len(set(recording.clocks)) > 1:
+        captions.append(
+            f"Clocks of the GPUs agree to {recording.alignment().uncertainty / scale:,.2f} {unit} or better."
+        )
+    table.caption = " ".join(captions) or None
     return table

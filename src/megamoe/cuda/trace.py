@@ -2,6 +2,11 @@
 
 The kernel's side is ``kernels/trace.cuh``: a row of words for each CTA and role, the first word the number of stamps,
 each stamp ``nanoseconds << 8 | event``. An event marks the end of what its role did since its event before.
+
+Ranks on several GPUs stamp with several clocks. They are aligned by two exchanges of the call itself: every CTA has the
+counts of all ranks after every CTA of every rank has counted its routes, and sees all results after they were stored
+(`megamoe.cuda.clocks`). What stays uncertain is said with every picture and table: about the time of a message over the
+link, and more the later one rank comes than the others.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megamoe.cuda.arena import TRACE_EVENTS, TRACE_ROLES
+from megamoe.cuda.clocks import Alignment, Exchange, align
 from megamoe.errors import InputError
 
 __all__ = ["EVENTS", "GROUPS", "ROLES", "PhaseTime", "Recording", "chrome_events", "phase_times", "write_chrome"]
@@ -44,7 +50,7 @@ ROLES: Final = ("loader", "store 0", "store 1", "dispatch", "math 0", "math 1")
 GROUPS: Final = {"dispatch": (3,), "loader": (0,), "math": (4, 5), "store": (1, 2)}
 """Roles that do the same work."""
 
-_START, _LISTED = 1, 4
+_START, _COUNTED, _LAID_OUT, _LISTED, _STORED, _PEERS = 1, 2, 3, 4, 11, 12
 _MATH: Final = 4
 _INTERVAL: Final = np.dtype(
     [("rank", "i4"), ("cta", "i4"), ("role", "i4"), ("event", "i4"), ("begin", "i8"), ("end", "i8")]
@@ -59,13 +65,17 @@ class Recording:
         stamps: of each rank, int64 ``[CTAs, roles, words]`` as `CudaEngine.stamps` gives them.
         about: what was run, in words and numbers; JSON values.
         unit: what a stamp counts, ``"ns"`` or, from the simulator, ``"steps"``.
+        clocks: of each rank, the GPU whose clock its stamps are of; empty: all of one.
     """
 
     stamps: tuple[npt.NDArray[np.int64], ...]
     about: dict[str, Any]
     unit: str = "ns"
+    clocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.clocks and len(self.clocks) != len(self.stamps):
+            raise InputError("clocks", list(self.clocks), f"one for each of {len(self.stamps)} ranks", "Name them all.")
         for rank, one in enumerate(self.stamps):
             if one.ndim != 3 or one.shape[1:] != (TRACE_ROLES, TRACE_EVENTS) or one.dtype != np.int64:
                 raise InputError(
@@ -87,7 +97,8 @@ class Recording:
     def save(self, path: Path) -> None:
         """Write everything to an ``.npz`` file."""
         arrays: dict[str, Any] = {f"rank{r}": one for r, one in enumerate(self.stamps)}
-        about = np.frombuffer(json.dumps({"unit": self.unit, **self.about}).encode(), dtype=np.uint8)
+        facts = {"unit": self.unit, "clocks": self.clocks, **self.about}
+        about = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
         with path.open("wb") as file:
             np.savez_compressed(file, about=about, **arrays)
 
@@ -104,21 +115,66 @@ class Recording:
                 stamps = tuple(file[f"rank{r}"] for r in range(len(file.files) - 1))
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise InputError("load", str(path), "a file that megamoe trace --save wrote", f"{error}.") from error
-        return cls(stamps, {k: v for k, v in about.items() if k != "unit"}, about["unit"])
+        unit, clocks = about.pop("unit"), tuple(about.pop("clocks", ()))
+        return cls(stamps, about, unit, clocks)
+
+    def alignment(self) -> Alignment:
+        """What is taken from each rank's stamps, and how sure that is, in `unit`; zeros where all have one clock.
+
+        Raises:
+            InputError: stamps that are not of one call.
+        """
+        if len(set(self.clocks)) < 2:
+            return Alignment((0,) * len(self.stamps), 0)
+        moments = [_moments(one) for one in self.stamps]
+
+        def stamped(event: int, which: int) -> list[int | None]:
+            return [m[event][which] if event in m else None for m in moments]
+
+        first, last = 0, 1
+        pairs = ((_COUNTED, _LAID_OUT), (_STORED, _PEERS))
+        exchanges = [Exchange(stamped(sent, last), stamped(seen, first)) for sent, seen in pairs]
+        return align(self.clocks, exchanges, tick=max(_tick(one) for one in self.stamps))
 
     def intervals(self) -> npt.NDArray[Any]:
         """What every role did when, sorted by rank, CTA, role and time.
 
         Returns:
-            Structured array: rank, cta, role, event, begin, end; times from the first start of any CTA, in `unit`.
+            Structured array: rank, cta, role, event, begin, end; times from the first start of any CTA, in `unit`, as
+            `alignment` brings them together.
         """
-        parts = [part for rank, one in enumerate(self.stamps) for part in _rank_intervals(rank, one)]
+        parts = []
+        for rank, (one, offset) in enumerate(zip(self.stamps, self.alignment().offsets, strict=True)):
+            for part in _rank_intervals(rank, one):
+                part["begin"] -= offset
+                part["end"] -= offset
+                parts.append(part)
         found = np.concatenate(parts) if parts else np.empty(0, _INTERVAL)
         if len(found):
             first = found["begin"].min()
             found["begin"] -= first
             found["end"] -= first
         return found
+
+
+def _decoded(stamps: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Times and events of all stamps of a rank."""
+    rows = stamps.reshape(-1, TRACE_EVENTS).view(np.uint64)
+    words = rows[:, 1:][np.arange(1, TRACE_EVENTS) <= rows[:, :1].astype(np.int64)]
+    return (words >> np.uint64(8)).astype(np.int64), (words & np.uint64(0xFF)).astype(np.int64)
+
+
+def _moments(stamps: npt.NDArray[np.int64]) -> dict[int, tuple[int, int]]:
+    """First and last stamp of every event of a rank."""
+    times, events = _decoded(stamps)
+    chosen = {int(event): times[events == event] for event in np.unique(events)}
+    return {event: (int(own.min()), int(own.max())) for event, own in chosen.items()}
+
+
+def _tick(stamps: npt.NDArray[np.int64]) -> int:
+    """Smallest step of a rank's clock: the smallest difference of stamps that are not equal."""
+    steps = np.diff(np.unique(_decoded(stamps)[0]))
+    return int(steps.min()) if len(steps) else 0
 
 
 def _rank_intervals(rank: int, stamps: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[Any]]:
@@ -209,7 +265,8 @@ def chrome_events(recording: Recording, ctas: Sequence[int] | None = None) -> It
     if ctas is not None:
         found = found[np.isin(found["cta"], list(ctas))]
     for rank in np.unique(found["rank"]):
-        yield {"ph": "M", "name": "process_name", "pid": int(rank), "args": {"name": f"rank {rank}"}}
+        where = f" on GPU {recording.clocks[rank]}" if recording.clocks else ""
+        yield {"ph": "M", "name": "process_name", "pid": int(rank), "args": {"name": f"rank {rank}{where}"}}
     for rank, cta, role in np.unique(found[["rank", "cta", "role"]]):
         thread = {"pid": int(rank), "tid": int(cta) * TRACE_ROLES + int(role)}
         yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"CTA {cta:03d} {ROLES[role]}"}}
@@ -229,7 +286,8 @@ def chrome_events(recording: Recording, ctas: Sequence[int] | None = None) -> It
 def write_chrome(recording: Recording, path: Path, ctas: Sequence[int] | None = None) -> None:
     """Write `chrome_events` as a JSON file that https://ui.perfetto.dev opens."""
     with path.open("w") as file:
-        file.write('{"displayTimeUnit":"ns","otherData":' + json.dumps(recording.about) + ',"traceEvents":[\n')
+        about = {**recording.about, "clock_uncertainty_ns": recording.alignment().uncertainty}
+        file.write('{"displayTimeUnit":"ns","otherData":' + json.dumps(about) + ',"traceEvents":[\n')
         for n, event in enumerate(chrome_events(recording, ctas)):
             file.write((",\n" if n else "") + json.dumps(event, separators=(",", ":")))
         file.write("\n]}\n")
