@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -30,6 +31,7 @@ from megamoe.spec import BLOCK, MoESpec
 from megamoe.weights import ExpertWeights, stacked_rows
 
 __all__ = [
+    "LIMIT",
     "Projection",
     "Stages",
     "combine",
@@ -41,6 +43,9 @@ __all__ = [
     "requantize",
     "swiglu",
 ]
+
+LIMIT: Final = 8e-3
+"""Largest relative Frobenius error of an engine against the oracle, end to end (docs/numerics.md, section 10)."""
 
 
 @dataclass(frozen=True, kw_only=True)

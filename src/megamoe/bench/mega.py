@@ -15,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from megamoe import reference
+from megamoe.bench.check import oracle_error
 from megamoe.bench.models import model
 from megamoe.bench.request import Request, Tick
-from megamoe.bench.results import Row, timing
+from megamoe.bench.results import Row, layer_keys, timing
 from megamoe.bench.routing import routing
 from megamoe.control import Control
 from megamoe.cuda.engine import CudaEngine
@@ -29,6 +29,7 @@ from megamoe.spec import BLOCK, MoESpec
 from megamoe.weights import ExpertWeights
 
 __all__ = [
+    "DEADLINE",
     "EXPERTS_PER_RANK",
     "PROTOCOL",
     "benchmark",
@@ -58,9 +59,12 @@ FLUSH_BYTES: Final = 1 << 28
 SLEEP_CYCLES: Final = 16_000_000
 """What precedes a paced call: bytes written to flush the L2, and about 10 ms of sleep."""
 
+DEADLINE: Final = 10.0
+"""Seconds that a wait for a peer may take in a measured layer."""
+
 _BURST: Final = 20
 _CHECKED_TOKENS: Final = 64
-"""Tokens of a rank that are compared with the oracle."""
+"""Tokens that are compared with the oracle, dealt to all ranks."""
 
 
 def random_weights(spec: MoESpec, local_experts: int, device: torch.device, seed: int = 0) -> ExpertWeights:
@@ -229,23 +233,14 @@ def _measure_call(engine: CudaEngine, calls: list[Call], pace: _Pace, protocol: 
 
 
 def _error(spec: MoESpec, weights: Sequence[ExpertWeights], calls: Sequence[Call]) -> float:
-    """Relative error of the first rank's first tokens against the oracle."""
+    """Relative error of every rank's first tokens against the oracle."""
+    few, home = max(1, _CHECKED_TOKENS // len(calls)), calls[0].x.device
 
-    def all_of(name: str) -> torch.Tensor:
-        parts = [getattr(part, name).to(calls[0].x.device) for part in weights]
-        return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)  # torch cannot join e4m3
+    def joined(name: str) -> torch.Tensor:
+        return torch.cat([getattr(call, name)[:few].to(home) for call in calls])
 
-    whole = ExpertWeights(
-        format="fp8_block",
-        w13=all_of("w13"),
-        w2=all_of("w2"),
-        w13_scale=all_of("w13_scale"),
-        w2_scale=all_of("w2_scale"),
-    )
-    call, n = calls[0], _CHECKED_TOKENS
-    wanted = reference.forward(spec, whole, call.x[:n], call.expert_ids[:n], call.expert_weights[:n])
-    assert isinstance(wanted, torch.Tensor)
-    return reference.relative_error(call.out[:n], wanted)
+    columns = (joined(name) for name in ("x", "expert_ids", "expert_weights", "out"))
+    return oracle_error(spec, weights, *columns)
 
 
 def benchmark(
@@ -284,7 +279,7 @@ def benchmark(
     local = experts_per_rank or EXPERTS_PER_RANK[name]
     spec = replace(model(name).spec, experts=local * ranks)
     placement = Placement(ranks=ranks, local=tuple(range(ranks)), devices=None if devices is None else tuple(devices))
-    engine = CudaEngine(spec, placement, Control(None), max_tokens, deadline=10.0)
+    engine = CudaEngine(spec, placement, Control(None), max_tokens, deadline=DEADLINE)
     try:
         weights = [
             replace(random_weights(spec, local, device, seed=r), first_expert=r * local)
@@ -307,12 +302,7 @@ def benchmark(
                     times = _measure_kernel(engine, calls, pace, protocol, samples(m))
                     routes = ranks * m * spec.topk
                     row = {
-                        "model": name,
-                        "hidden": spec.hidden,
-                        "intermediate": spec.intermediate,
-                        "ranks": ranks,
-                        "experts_per_rank": local,
-                        "topk": spec.topk,
+                        **layer_keys(name, spec, ranks),
                         "tokens": m,
                         "routing": kind,
                         "bound": m,

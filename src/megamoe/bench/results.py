@@ -17,8 +17,9 @@ from statistics import median
 from typing import Any, Final
 
 from megamoe.errors import InputError
+from megamoe.spec import MoESpec
 
-__all__ = ["KEYS", "Row", "key", "load", "merge", "result_path", "timing", "write"]
+__all__ = ["KEYS", "Row", "key", "layer_keys", "load", "merge", "result_path", "timing", "write"]
 
 Row = dict[str, Any]
 
@@ -31,6 +32,7 @@ KEYS: Final = (
     "topk",
     "tokens",
     "routing",
+    "shares",
     "phase",
     "bound",
     "protocol",
@@ -57,6 +59,18 @@ def timing(samples: Sequence[float]) -> dict[str, Any]:
 def key(row: Row) -> tuple[Any, ...]:
     """What `row` measured; equal for two measurements of the same thing."""
     return tuple(row.get(name) for name in KEYS)
+
+
+def layer_keys(name: str, spec: MoESpec, ranks: int) -> Row:
+    """The keys that say which layer was measured, on how many ranks."""
+    return {
+        "model": name,
+        "hidden": spec.hidden,
+        "intermediate": spec.intermediate,
+        "ranks": ranks,
+        "experts_per_rank": spec.local_experts(ranks),
+        "topk": spec.topk,
+    }
 
 
 def result_path(directory: Path, topic: str, device: str, gpus: int = 0) -> Path:

@@ -9,12 +9,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from megamoe import reference
 from megamoe.cli._inputs import Inputs, split
+from megamoe.reference import LIMIT
 from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights
 
@@ -24,9 +25,6 @@ __all__ = [
     "RankShare",
     "judge",
 ]
-
-LIMIT: Final = 8e-3
-"""Largest relative Frobenius error against the oracle, end to end (docs/numerics.md, section 10)."""
 
 
 def _number(value: float) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -15,6 +15,8 @@ from megamoe.errors import InputError
 from megamoe.spec import WeightFormat
 
 __all__ = ["command"]
+
+_SCALE: Final = "scale"
 
 
 def _numbers(text: str, what: str = "tokens", example: str = "--tokens 1,32,512") -> tuple[int, ...]:
@@ -28,7 +30,8 @@ def _numbers(text: str, what: str = "tokens", example: str = "--tokens 1,32,512"
 
 
 def command(
-    topic: Annotated[str, typer.Argument(help=f"What to measure: {', '.join(TOPICS)}.")] = "layer",
+    context: typer.Context,
+    topic: Annotated[str, typer.Argument(help=f"What to measure: {', '.join(TOPICS)}, {_SCALE}.")] = "layer",
     model: Annotated[str, typer.Option(help="flash, pro, mimo, v3, qwen3; several separated by commas.")] = "qwen3",
     tokens: Annotated[str, typer.Option(help="Tokens on each rank, separated by commas.")] = "1,8,32,128",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in this process.")] = 1,
@@ -50,15 +53,28 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Merge the rows into a result file in this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (png, svg or pdf).")] = None,
+    budget: Annotated[float, typer.Option(help="scale: seconds for all of it; less means fewer samples.")] = 540,
+    resume: Annotated[bool, typer.Option(help="scale: go on where a run of this commit was cut short.")] = False,
 ) -> None:
-    """Measure one topic on this machine; every combination of models, routings and tokens."""
+    """Measure one topic on this machine; every combination of models, routings and tokens.
+
+    scale checks and times a group of ranks on all GPUs of the machine in one run (by default one rank a GPU; flash, pro
+    and mimo at 8 to 8192 tokens) and writes its rows at once, into --out or the current directory.
+    """
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    if topic == _SCALE:
+        _scale(context.params, given)
+        return
+    for name in sorted(given & {"budget", "resume"}):
+        raise InputError(f"--{name}", f"with {topic}", f"only {_SCALE}", "Leave it out.")
     from megamoe.bench.environment import device_slug, facts
     from megamoe.bench.request import Request
     from megamoe.bench.results import result_path, write
     from megamoe.cli import _console
 
     if topic not in TOPICS:
-        raise InputError("topic", topic, ", ".join(TOPICS), "Pick one of the listed topics.")
+        raise InputError("topic", topic, ", ".join((*TOPICS, _SCALE)), "Pick one of the listed topics.")
     _console.writable("plot", plot, _console.PICTURES)
     _console.writable_directory("out", out)
     request = Request(
@@ -98,6 +114,23 @@ def command(
     console.print(_table(document, module.cells))
     if out is not None:
         console.print(f"written: {path}")
+
+
+def _scale(values: dict[str, Any], given: set[str]) -> None:
+    from megamoe.cli import _scale as scale
+
+    for name in sorted(given - {"topic", *scale.OPTIONS}):
+        taken = ", ".join(f"--{option.replace('as_', '')}" for option in scale.OPTIONS)
+        raise InputError(f"--{name}", f"with {_SCALE}", taken, "Leave it out.")
+    chosen: dict[str, Any] = {name: values[name] for name in ("backend", "ranks", "budget") if name in given}
+    if "model" in given:
+        chosen["models"] = values["model"].split(",")
+    if "tokens" in given:
+        chosen["tokens"] = _numbers(values["tokens"])
+    if values["devices"] is not None:
+        chosen["devices"] = _numbers(values["devices"], "devices", "--devices 0,1")
+    out = values["out"] if values["out"] is not None else Path()
+    scale.scale(chosen, out, resume=values["resume"], as_json=values["as_json"])
 
 
 def _table(document: dict[str, Any], cells: Callable[[dict[str, Any]], dict[str, str]]) -> Any:
