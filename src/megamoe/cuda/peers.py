@@ -211,9 +211,10 @@ def symmetric_arenas(control: Control, driver: Driver, ordinal: int, nbytes: int
     except Exception as error:
         failure = EngineError(
             "peer access",
-            str(error).splitlines()[0][:200],
+            (str(error).splitlines() or [type(error).__name__])[0][:200],
             "GPUs whose memory the processes can share (one NVLink domain, processes of one user)",
-            "Check megamoe doctor's topology; containers need a shared process namespace. Or use backend='cpu'.",
+            "Check megamoe doctor's topology; containers need one process namespace, and SYS_PTRACE where pidfd_getfd "
+            "is not permitted. Or use backend='cpu'.",
         )
     control.agree("rendezvous", error=failure)
     words = tensor[word_at : word_at + 4 * control.size].view(torch.int32)
