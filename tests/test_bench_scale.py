@@ -94,7 +94,7 @@ def machine(monkeypatch, two_gpus):
         yield Nothing()
 
     monkeypatch.setattr(mega, "benchmark", made.benchmark)
-    monkeypatch.setattr(scale, "kernels", lambda _: {})
+    monkeypatch.setattr(scale, "kernels", lambda _: [])
     monkeypatch.setattr(scale, "_used_gib", lambda _: 12.5)
     for name, stand_in in (
         ("subject", subject),
@@ -419,3 +419,40 @@ def test_the_documentation_shows_the_record(path):
     for title, table in tables(load(path)):
         assert title in text
         assert table in text
+
+
+def test_the_kernels_compiled_up_front_are_those_that_calls_use(two_gpus, monkeypatch, pieces):
+    """Asked of engines with a token cap of one; the layers that are run have larger ones."""
+    from engine_sim import world
+    from megamoe.cuda import engine as cuda_engine
+    from megamoe.cuda import memory
+    from megamoe.cuda.engine import CudaEngine
+    from megamoe.cuda.toolchain import Job
+
+    plan = Scale.planned(ranks=2, models=["qwen3"], tokens=[8, 2048])
+    small = (SPEC, (2, 16))
+    monkeypatch.setattr(Scale, "checked", property(lambda _: ("small", *small)))
+    monkeypatch.setattr(mega, "DEADLINE", 2.0)  # as every engine of `world` has it: it is part of a kernel
+    with world() as w:
+
+        def made(spec, placement, control, max_tokens, *, deadline):
+            assert deadline == mega.DEADLINE
+            return w.engine(spec, placement.ranks, max_tokens, placement.devices)
+
+        monkeypatch.setattr(cuda_engine, "CudaEngine", made)
+        ready = scale.kernels(plan)
+        used = []
+        right = memory.compile_kernel
+
+        def compiled(source, config, arch, **how):
+            used.append(Job(source, config, arch))
+            return right(source, config, arch, **how)
+
+        monkeypatch.setattr(memory, "compile_kernel", compiled)
+        layer: CudaEngine = w.engine(SPEC, ranks=2, devices=(0, 1), max_tokens=16)
+        layer.load([replace(one, first_expert=4 * r) for r, one in enumerate(pieces)])
+        for bound in small[1]:
+            layer.warmup(bound)
+        assert used
+        assert all(one in ready for one in used)
+        assert all(ready.count(one) == 1 for one in ready)

@@ -2,58 +2,38 @@
 
 from __future__ import annotations
 
-import random
+from dataclasses import replace
 
 import pytest
 import torch
 from fused_cases import SMALL, make_input, make_weights
 
 from megamoe import MegaMoE, local_group
+from megamoe.bench.scale_checks import soak
+from megamoe.cuda.arena import MAX_RANKS
 
 pytestmark = pytest.mark.gpu
 
 POOL = 512
 BOUNDS = (16, 64)  # swapped tiles, and wide ones too
-TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+GPUS = torch.cuda.device_count()
+SETS = [(4, [0], 10_000)] + [(n, list(range(n)), 2_000) for n in sorted({2, min(GPUS, MAX_RANKS)}) if n > 1]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "devices", "calls"), [(4, [0], 10_000), pytest.param(2, [0, 1], 2_000, marks=TWO)], ids=["one", "two"]
-)
+@pytest.mark.parametrize(("ranks", "devices", "calls"), SETS, ids=lambda v: f"{len(v)}gpus" if type(v) is list else "")
 def test_soak(ranks, devices, calls):
-    dice = random.Random(ranks)
-    weights = make_weights(SMALL, "cuda:0")
-    pool = make_input(SMALL, POOL, "cuda:0")
-    with MegaMoE(SMALL, max_tokens=POOL) as layer:
+    if len(devices) > max(1, GPUS):
+        pytest.skip(f"needs {len(devices)} GPUs")
+    spec = replace(SMALL, experts=max(SMALL.experts, 4 * len(devices)))
+    weights = make_weights(spec, "cuda:0")
+    pool = make_input(spec, POOL, "cuda:0")
+    with MegaMoE(spec, max_tokens=POOL) as layer:
         layer.load(weights)
         want = layer(*pool)
         layer.check()
-    with local_group(SMALL, ranks=ranks, devices=devices, max_tokens=max(BOUNDS), deadline=5.0) as group:
+    with local_group(spec, ranks=ranks, devices=devices, max_tokens=max(BOUNDS), deadline=5.0) as group:
         group.load(weights)
-        for bound in BOUNDS:
-            group.warmup(bound)
-        places = group._runtime.engine._workspace.places
-        pools = {place.ordinal: [t.to(place.gpu.device) for t in (*pool, want)] for place in places}
-        bad = {place.ordinal: torch.zeros((), dtype=torch.int64, device=place.gpu.device) for place in places}
-        ordinals = [member.device.index for member in group]
-        for number in range(calls):
-            bound = dice.choice(BOUNDS)
-            counts = [dice.choice((0, 1, bound, dice.randrange(bound + 1))) for _ in range(ranks)]
-            starts = [dice.randrange(POOL - n + 1) for n in counts]
-            columns = [
-                [pools[d][i][s : s + n] for d, s, n in zip(ordinals, starts, counts, strict=True)] for i in range(4)
-            ]
-            if dice.random() < 0.3:
-                late = dice.randrange(ranks)
-                place = group._runtime.engine._workspace.place_of[late]
-                streams = place.gpu._ranks
-                mine = streams[place.hosted.index(late)] if len(place.hosted) > 1 and streams else None
-                with torch.cuda.device(place.ordinal), torch.cuda.stream(mine):
-                    torch.cuda._sleep(dice.randrange(200_000))  # up to about 100 us
-            outs = group(*columns[:3], bound=bound)
-            for ordinal, out, expected in zip(ordinals, outs, columns[3], strict=True):
-                bad[ordinal] += (out.view(torch.int16) != expected.view(torch.int16)).sum()
-            if number % 500 == 499:
-                group.check()
-        group.check()
-        assert {ordinal: int(count) for ordinal, count in bad.items()} == dict.fromkeys(bad, 0)
+        found = soak(group, pool, want, BOUNDS, calls, seed=ranks)
+    assert found["ok"], found
+    assert found["differing"] == 0
+    assert found["late_starts"] > calls // 5

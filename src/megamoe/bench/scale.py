@@ -229,7 +229,7 @@ def _is(row: Row, step: Row) -> bool:
     return all(row.get(name) == value for name, value in step.items())
 
 
-def kernels(scale: Scale) -> dict[Job, None]:
+def kernels(scale: Scale) -> list[Job]:
     """Every fused kernel that a run on GPUs launches, in order, once each: what the engine says of each layer."""
     from megamoe.bench import mega
     from megamoe.control import Control
@@ -240,13 +240,16 @@ def kernels(scale: Scale) -> dict[Job, None]:
     _, spec, bounds = scale.checked
     wanted = [(spec, scale.ranks, bounds), (spec, 1, (_pool(scale),))]
     wanted += [(scale.layer(name), scale.ranks, scale.tokens) for name in scale.models]
-    found: dict[Job, None] = {}
+    found: list[Job] = []
     for layer, ranks, tokens in wanted:
         devices = scale.devices if ranks > 1 else scale.devices[:1]
         placement = Placement(ranks=ranks, local=tuple(range(ranks)), devices=devices)
         engine = CudaEngine(layer, placement, Control(None), 1, deadline=mega.DEADLINE)
         try:
-            found |= dict.fromkeys(job(engine.plan_for(m), sizes_of(layer, ranks, 1)) for m in tokens)
+            for m in tokens:
+                one = job(engine.plan_for(m), sizes_of(layer, ranks, 1))
+                if one not in found:
+                    found.append(one)
         finally:
             engine.close()
     return found
@@ -326,7 +329,7 @@ def run(
         tick(what, len(record.rows) / len(steps))
 
     if missing and scale.backend == "cuda":
-        jobs = list(kernels(scale))
+        jobs = kernels(scale)
         _compile(jobs, lambda ready: at(f"kernels: {ready} of {len(jobs)} compiled"))
     calls = (replays, _SOAK[scale.backend] if soak is None else soak)
     for phases, part in ((("correctness",), _correctness), (("table",), _table), (("replays", "soak"), _endurance)):
