@@ -1,4 +1,7 @@
-"""The GPU engine: the ranks of this process, each one staging kernel and one fused kernel a call.
+"""The GPU engine: the ranks of this process, each one fused kernel a call, which stages its rank's inputs.
+
+Inputs that the fused kernel does not take as they lie (quantised rows, strided tensors) are staged by a kernel of their
+own before it.
 
 A rank that has its GPU to itself runs on the caller's stream there. Ranks of one process that share a GPU have each
 their part of the SMs and a stream, forked from the caller's stream and joined to it again, so that they run side
@@ -295,9 +298,10 @@ class CudaEngine:
         stream = self._caller_stream(rank.place)
         out = rank.storable(call.out)
         with self._context(rank.place, stream):
-            if stage:
+            itself = stage and rank.stages_itself(call)
+            if stage and not itself:
                 rank.stage(call, stream)
-            rank.start(kernel, call, out, stream)
+            rank.start(kernel, call, out, stream, stage=itself)
         if out is not call.out:
             call.out.copy_(out)
 
@@ -320,17 +324,18 @@ class CudaEngine:
                 sharing.append(place)
         # All ranks' inputs are staged before the first kernel: it waits for its peers', and whatever stood between the
         # launches of two ranks would lengthen that wait.
-        if stage:
-            for rank, call, _ in chosen:
+        themselves = [stage and rank.stages_itself(call) for rank, call, _ in chosen]
+        for (rank, call, _), itself in zip(chosen, themselves, strict=True):
+            if stage and not itself:
                 with self._context(rank.place, streams[rank.index]):
                     rank.stage(call, streams[rank.index])
         outs = [rank.storable(call.out) for rank, call, _ in chosen]
         for place in sharing:
             streams.update(zip(place.hosted, place.gpu.fork(len(place.hosted)), strict=True))
             forked.append((place.gpu, place.gpu))
-        for (rank, call, kernel), out in zip(chosen, outs, strict=True):
+        for (rank, call, kernel), out, itself in zip(chosen, outs, themselves, strict=True):
             with self._context(rank.place, streams[rank.index]):
-                rank.start(kernel, call, out, streams[rank.index])
+                rank.start(kernel, call, out, streams[rank.index], stage=itself)
         for gpu, origin in forked:
             gpu.join(origin)
         for (_, call, _), out in zip(chosen, outs, strict=True):

@@ -127,6 +127,7 @@ def fill_params(
     params.w2, params.w2_scales = weights.w2.data_ptr(), weights.w2_scales.data_ptr()
     params.report, params.errors, params.received, params.timeout_ns = report, errors, received, timeout_ns
     params.capacity, params.pool_rows, params.pool_tiles = sizes.capacity, sizes.pool_rows, sizes.pool_tiles
+    params.power_scales = int(spec.input_scales == "ue8m0")
     params.rank = rank
     params.clamp = math.inf if spec.clamp is None else spec.clamp
 

@@ -1,4 +1,4 @@
-"""One rank of a layer in this process: its arguments, its maps, the launch of its two kernels."""
+"""One rank of a layer in this process: its arguments, its maps, the launch of its kernels."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ __all__ = ["HostedRank"]
 
 _OUT_ALIGNMENT: Final = 16
 """Bytes of the fused kernel's stores: address and row stride of `out`; others get their rows through a copy."""
+
+_X_ALIGNMENT: Final = 16
+"""Bytes of its loads of rows that it stages itself."""
 
 
 class HostedRank:
@@ -48,7 +51,7 @@ class HostedRank:
         self._buffers = workspace.buffers[index]
         self._hidden = workspace.sizes.hidden
         self.params = aligned(Params)
-        self._write = packer(self.params, "out", "num_tokens")
+        self._write = packer(self.params, "out", "wide_ids")
         self.maps = aligned(Maps)
         ctypes.memmove(ctypes.addressof(self.maps), ctypes.addressof(workspace.maps[index]), ctypes.sizeof(Maps))
         names = ("x", "x_scales", "ids", "route_weights")
@@ -75,8 +78,13 @@ class HostedRank:
             received=self.received.data_ptr(),
         )
 
+    @staticmethod
+    def stages_itself(call: Call) -> bool:
+        """Whether the fused kernel stages the call: BF16 rows, ids and weights, all contiguous."""
+        return call.plain and call.x.data_ptr() % _X_ALIGNMENT == 0
+
     def stage(self, call: Call, stream: int) -> None:
-        """Launch the staging of a call's inputs into the arena."""
+        """Launch the staging of a call's inputs into the arena, by a kernel of its own."""
         count = call.num_tokens
         self.place.stager(
             call.x,
@@ -89,15 +97,28 @@ class HostedRank:
             call.plain,
         )
 
-    def start(self, kernel: Kernel, call: Call, out: torch.Tensor, stream: int) -> None:
-        """Launch the fused kernel; `out` is where its rows go (`storable`)."""
-        params, count = self.params, call.num_tokens
+    def start(self, kernel: Kernel, call: Call, out: torch.Tensor, stream: int, *, stage: bool) -> None:
+        """Launch the fused kernel.
+
+        Args:
+            kernel: which.
+            call: the call.
+            out: where its rows go (`storable`).
+            stream: handle of the stream.
+            stage: the kernel stages the inputs (`stages_itself`); otherwise they are staged.
+        """
+        count = call.num_tokens
         if isinstance(count, int):
-            params.tokens, address = count, 0
+            tokens, address = count, 0
         else:
-            params.tokens, address = call.x.shape[0], count.data_ptr()
+            tokens, address = call.x.shape[0], count.data_ptr()
         stride = self._hidden if out.is_contiguous() else out.stride(0)
-        self._write(out.data_ptr(), stride, address)
+        if stage:
+            ids = call.expert_ids
+            inputs = call.x.data_ptr(), ids.data_ptr(), call.expert_weights.data_ptr(), tokens, ids.dtype is torch.int64
+        else:
+            inputs = 0, 0, 0, tokens, False
+        self._write(out.data_ptr(), stride, address, *inputs)
         kernel.launch_here(self.grid, stream)
 
     @staticmethod

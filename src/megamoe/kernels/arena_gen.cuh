@@ -25,11 +25,16 @@ struct Params {
   __nv_bfloat16* out;  // [tokens][H]
   u64 out_stride;  // elements from one output row to the next
   const int* num_tokens;  // device scalar, or null: `tokens` holds
+  const u8* x;  // BF16 [tokens][H], 16-byte aligned, to be staged; null: rows, ids and weights are staged
+  const u8* ids;  // [tokens][k]
+  const float* weights;  // [tokens][k]
+  u32 tokens;
+  u32 wide_ids;  // ids are 64-bit
   u32* report;  // host-visible, of all layers that share the workspace: an expired wait
   u32* errors;  // host-visible, of this layer: [0] ids out of range, [1] bad token count
   u64* received;  // routes received per local expert, all calls of this layer
   u64 timeout_ns;  // deadline of one wait
-  u32 tokens;
+  u32 power_scales;  // scales of staged rows are powers of two
   u32 capacity;  // token cap of a rank
   u32 pool_rows;
   u32 pool_tiles;

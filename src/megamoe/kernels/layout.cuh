@@ -38,6 +38,7 @@ static_assert(kWide || kSwap, "at least one kind of tile");
 
 // Warps. Warpgroup 0 has one role a warp; 1 and 2 are math.
 enum Warp : u32 { kLoaderWarp = 0, kStoreWarp0 = 1, kStoreWarp1 = 2, kDispatchWarp = 3 };
+constexpr u32 kWarps = kThreads / 32;
 constexpr u32 kMathThreads = 256;
 constexpr u32 kRoleRegisters = config::kRoleRegisters;
 constexpr u32 kMathRegisters = config::kMathRegisters;

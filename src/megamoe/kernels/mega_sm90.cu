@@ -1,6 +1,6 @@
 // The routed experts of one MoE layer, expert-parallel, as one persistent kernel a rank (sm_90a).
 //
-// A token's way: its row is staged (e4m3) in its rank's arena -> routing tells the experts' rank where it goes -> the
+// A token's way: its row is staged (e4m3) in its rank's arena, here or before the launch -> routing tells the experts' rank where it goes -> the
 // dispatch warp fetches it over NVLink into the expert-major pool -> first GEMM, SwiGLU, requantisation -> intermediate
 // pool -> second GEMM -> BF16 row stored into the combine buffer of the token's rank -> combine -> output.
 //
@@ -20,7 +20,7 @@
 //   tile[slot]     loader -> math, store             kQueueFullArrivals
 //   taken[slot]    math, store warps -> loader       kQueueEmptyArrivals
 // Between CTAs and ranks (sync.cuh; counters banked by epoch, tags carry it)
-//   counted        every CTA -> CTA 0                own routes counted and positioned
+//   counted        every CTA -> CTA 0                own inputs staged, own routes counted and positioned
 //   counts[s][e]   rank s -> every CTA of this rank  tag and count in one word
 //   listed         every CTA -> dispatch warps       route table complete
 //   taken          loaders                           tiles given out
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   trace(Event::kStart);
   if (threadIdx.x == 0) {
     init_fused_barriers(base);
-    ptx::grid_dependency_wait();  // launched while the staging kernel drains: nothing global is touched before
+    ptx::grid_dependency_wait();  // launched while the kernel before drains: nothing global is touched before
     set_fact(base, kEpoch, ptx::ld_relaxed_gpu(workspace::epoch(p)) + 1);
     set_fact(base, kTokens, call_tokens(p));
     set_fact(base, kFailed, 0u);
@@ -129,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const u32 epoch = fact(base, kEpoch), tokens = fact(base, kTokens);
     const Smem places = base, sources = base + kRanks * kLocalExperts * 4;
     clear_next_bank(p, epoch);
+    if (p.x != nullptr) stage_own_rows(p, tokens);
     count_own_routes(p, places, epoch, tokens);
     trace(Event::kCounted);
     if (blockIdx.x == 0) push_counts(p, base, epoch, tokens);

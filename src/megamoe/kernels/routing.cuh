@@ -1,5 +1,7 @@
 // Routing: from every rank's expert ids to this rank's pool layout and route table.
 //
+// 0. stage   If the call's inputs are not in the arena yet, each CTA quantises a share of its rank's rows into it, and
+//            takes ids and weights over as it counts them. The counter that ends step 1 says that all of it is there.
 // 1. count   Each CTA counts a share of its rank's own routes by expert and gives each route its position among them.
 // 2. push    When all CTAs of the rank have counted, CTA 0 pushes the counts to the experts' owners: one 8-byte word for
 //            each (source, local expert), the epoch in its upper half, so that data and flag arrive together.
@@ -10,6 +12,7 @@
 // after its owner overwrites it.
 #pragma once
 #include "schedule.cuh"
+#include "stage.cuh"
 #include "sync.cuh"
 
 namespace megamoe {
@@ -44,16 +47,43 @@ MEGAMOE_DEVICE u32 call_tokens(const Params& p) {
   return given < 0 ? 0 : p.tokens;
 }
 
-// Step 1. `histogram`: kExperts words of shared memory.
+// Step 0, the rows, by all warps of the rank. Peers read them through the async proxy.
+template <int kCount>
+MEGAMOE_DEVICE void stage_own_rows(const Params& p, u32 tokens) {
+  u8* scales = reinterpret_cast<u8*>(arena::x_scales(p, p.rank));
+  const staging::Rows rows{p.x, arena::x(p, p.rank), scales, 2 * kHidden, kHidden, kBlocks1 * sizeof(float)};
+  const u32 groups = tokens * kBlocks1;
+#pragma unroll 1
+  for (u32 warp = ptx::warp_index() * gridDim.x + blockIdx.x; warp * (2 * kCount) < groups; warp += gridDim.x * kWarps) {
+    staging::stage_rows<kHidden, kCount>(rows, warp, tokens, nullptr, p.power_scales != 0);
+  }
+}
+MEGAMOE_DEVICE void stage_own_rows(const Params& p, u32 tokens) {
+  // Few groups: one for each half warp, so that every load is on its way at once. Many: enough bytes under way.
+  if (tokens * kBlocks1 <= gridDim.x * kWarps * 2) {
+    stage_own_rows<1>(p, tokens);
+  } else {
+    stage_own_rows<4>(p, tokens);
+  }
+  ptx::fence_proxy_async();
+}
+
+// Step 1, and the ids and weights of step 0. `histogram`: kExperts words of shared memory.
 MEGAMOE_DEVICE void count_own_routes(const Params& p, Smem histogram, u32 epoch, u32 tokens) {
   const u32 routes = tokens * kTopk, share = (routes + gridDim.x - 1) / gridDim.x;
   const u32 begin = blockIdx.x * share, end = begin + share < routes ? begin + share : routes;
-  const int* ids = arena::ids(p, p.rank);
+  int* ids = arena::ids(p, p.rank);
   u32* positions = arena::positions(p, p.rank);
   for (u32 e = threadIdx.x; e < kExperts; e += kThreads) ptx::st_shared_u32(histogram + e * 4, 0u);
   __syncthreads();
   for (u32 i = begin + threadIdx.x; i < end; i += kThreads) {
-    const int id = ids[i];
+    int id = 0;
+    if (p.x != nullptr) {
+      id = ids[i] = staging::load_id(p.ids + (p.wide_ids != 0 ? 8ull : 4ull) * i, p.wide_ids != 0);
+      arena::route_weights(p, p.rank)[i] = p.weights[i];
+    } else {
+      id = ids[i];
+    }
     if (is_route(id)) {
       positions[i] = ptx::atom_add_shared(histogram + id * 4, 1u);
     } else if (id != -1) {

@@ -52,6 +52,7 @@ class FusedCase:
         tokens: tokens of each rank, for each call.
         grid: CTAs of a rank.
         hot: every route of the first call goes to this expert.
+        raw: the kernel stages BF16 rows itself, and takes ids of this type.
         spec: the layer.
     """
 
@@ -59,6 +60,7 @@ class FusedCase:
     tokens: tuple[tuple[int, ...], ...]
     grid: int = 3
     hot: int | None = None
+    raw: torch.dtype | None = None
     spec: MoESpec = SPEC
 
 
@@ -81,6 +83,16 @@ CASES: Final = {
     ),
     "rows-swap": FusedCase(
         Plan(wide=False, stages=3, pulled_rows=2, weights="rows"), ((21, 40), (17, 0)), spec=replace(_SMALL, hidden=384)
+    ),
+    # BF16 rows, quantised in the kernel: more groups than half warps in the first call, fewer in the second.
+    "raw": FusedCase(
+        Plan(wide=False, stages=2),
+        ((150, 20), (4, 0)),
+        raw=torch.int64,
+        spec=replace(_SMALL, intermediate=256, input_scales="ue8m0"),
+    ),
+    "raw-mixed": FusedCase(
+        Plan(stages=2, pulled_rows=2), ((90, 31), (9, 40)), raw=torch.int32, spec=replace(_SMALL, intermediate=256)
     ),
     # More local experts than a warp has lanes.
     "experts": FusedCase(Plan(wide=False, stages=2), ((13,), (5,)), grid=2, spec=replace(_SMALL, experts=72)),
@@ -130,6 +142,7 @@ def field_bounds(fields: tuple[Field, ...], sizes: Sizes) -> list[tuple[str, int
 
 @dataclass(frozen=True)
 class _Input:
+    x: torch.Tensor
     q: torch.Tensor
     scales: torch.Tensor
     ids: torch.Tensor
@@ -151,7 +164,7 @@ def _input(case: FusedCase, full: ExpertWeights, tokens: int, seed: int, hot: in
     weights = torch.rand(tokens, spec.topk, generator=g) + 0.1
     wanted = reference.forward(spec, full, (q, scales), ids, weights)
     assert isinstance(wanted, torch.Tensor)
-    return _Input(q, scales, ids, weights, wanted)
+    return _Input(x, q, scales, ids, weights, wanted)
 
 
 class Ranks:
@@ -229,6 +242,11 @@ class Ranks:
             )
             params = Params.from_buffer_copy(self.params[r])
             params.out, params.out_stride, params.tokens = out.tensor.data_ptr(), spec.hidden, tokens
+            if case.raw is not None and tokens:
+                rows = {"x": given.x, "ids": given.ids.to(case.raw), "weights": given.weights}
+                for name, value in rows.items():
+                    setattr(params, name, sim.buffer(f"{name}{call}_{r}", value, rank=r, read_only=True).address)
+                params.wide_ids = int(case.raw == torch.int64)
             arguments = [None] * r + [[self.maps[r], params]]
             launches.append(Launch(self.kernel, case.grid, THREADS, arguments, shared=shared))
             inputs.append(given)
@@ -236,7 +254,9 @@ class Ranks:
         return inputs, outs, launches
 
     def write(self, inputs: Sequence[_Input]) -> None:
-        """Put the staged inputs of a call into the arenas."""
+        """Put the staged inputs of a call into the arenas, unless the kernel does."""
+        if self.case.raw is not None:
+            return
         for buffers, given in zip(self.buffers, inputs, strict=True):
             n = given.q.shape[0]
             for name, value in (
