@@ -48,7 +48,8 @@ class Machine:
         self.asked.append(what)
         self.now += seconds
 
-    def benchmark(self, name, tokens, *, ranks, samples, devices, e2e, check, max_tokens):
+    def benchmark(self, name, tokens, *, ranks, samples, devices, e2e, check, checked_tokens, max_tokens):
+        assert checked_tokens >= ranks
         assert e2e
         assert check
         local = mega.EXPERTS_PER_RANK[name]

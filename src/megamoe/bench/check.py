@@ -17,16 +17,16 @@ def held(pieces: Sequence[ExpertWeights], experts: Sequence[int], device: torch.
     """The weights of `experts` (global ids, each in one of `pieces`), in that order and on `device`: a copy."""
 
     def gather(name: str) -> torch.Tensor | None:
-        rows = []
-        for expert in experts:
+        out: torch.Tensor | None = None
+        for place, expert in enumerate(experts):
             piece = next(p for p in pieces if 0 <= expert - p.first_expert < p.local_experts)
             tensor: torch.Tensor | None = getattr(piece, name)
             if tensor is None:
                 return None
-            rows.append(tensor[expert - piece.first_expert].to(device))
-        # torch cannot join 8-bit floats
-        raw = [row.view(torch.uint8) if row.element_size() == 1 else row for row in rows]
-        return torch.stack(raw).view(rows[0].dtype)
+            if out is None:
+                out = torch.empty((len(experts), *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+            out[place].copy_(tensor[expert - piece.first_expert])
+        return out
 
     w13, w2 = gather("w13"), gather("w2")
     assert w13 is not None

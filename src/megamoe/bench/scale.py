@@ -45,6 +45,9 @@ _SAMPLES: Final = ((512, 30), (0, 100))
 """Samples of a measurement at the most: 30 from 512 tokens on, 100 below."""
 
 _LEAST_SAMPLES: Final = 5
+_CHECKED_TOKENS: Final = 16
+"""Tokens of a timed cell that are compared with the oracle; correctness has compared more of them before."""
+
 _RESERVE: Final = 60.0
 """Seconds kept for what comes after the table."""
 
@@ -366,6 +369,8 @@ def _most(tokens: int) -> int:
 
 
 def _table(scale: Scale, wanted: list[Row], budget: Budget, calls: tuple[int, int], at: _Part) -> Iterator[Row]:
+    import torch
+
     from megamoe.bench import mega
     from megamoe.reference import LIMIT
 
@@ -382,6 +387,7 @@ def _table(scale: Scale, wanted: list[Row], budget: Budget, calls: tuple[int, in
         if not tokens:
             continue
         at(f"table: {name}, weights")
+        torch.cuda.empty_cache()  # what the layer before had is not this one's
         start = budget.left
         for row in mega.benchmark(
             name,
@@ -392,6 +398,7 @@ def _table(scale: Scale, wanted: list[Row], budget: Budget, calls: tuple[int, in
             samples=samples,
             e2e=True,
             check=True,
+            checked_tokens=_CHECKED_TOKENS,
         ):
             taken = sum(number for _, number in began)
             budget.learn(taken, began[0][0] - budget.left, start - began[0][0])
