@@ -335,6 +335,112 @@ def test_a_fault_in_tokens_that_the_oracle_does_not_see_counts_on_the_gpu(on, mo
     assert not row["ok"]
 
 
+def test_measured_calls_are_checked_on_every_rank(pieces):
+    cpu = torch.device("cpu")
+    calls, _ = mega.random_calls(SPEC, "random", 4, [cpu, cpu])
+    for call in calls:
+        call.out.copy_(reference.forward(SPEC, pieces, call.x, call.expert_ids, call.expert_weights))
+    assert mega._error(SPEC, pieces, calls, 4) == 0.0
+    calls[1].out[1].neg_()
+    assert mega._error(SPEC, pieces, calls, 4) > 0.1
+    assert mega._error(SPEC, pieces, calls, 2) == 0.0  # one token of each rank, which is right
+
+
+class Rows:
+    """A group whose ranks scale their rows: exact, so that one changed bit shows. `fault` changes outputs in place."""
+
+    engine = "cuda"
+
+    def __init__(self, fault=lambda outs: None) -> None:
+        self.members = [self, self]
+        self.device = torch.device("cpu")
+        self.calls, self.fault, self.bounds = [], fault, set()
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter(self.members)
+
+    def warmup(self, bound):
+        self.bounds.add(bound)
+
+    def check(self):
+        pass
+
+    @staticmethod
+    def one(x, ids, weights):
+        return (x * weights.sum(1, keepdim=True)).bfloat16()
+
+    def __call__(self, xs, ids, weights, *, outs=None, bound):
+        assert bound in self.bounds
+        assert all(len(x) <= bound for x in xs)
+        self.calls.append((xs, ids, weights, outs, bound))
+        outs = [torch.empty_like(x) for x in xs] if outs is None else outs
+        for out, *rows in zip(outs, xs, ids, weights, strict=True):
+            out.copy_(self.one(*rows))
+        self.fault(outs)
+        return outs
+
+
+def flip_a_bit(outs):
+    if len(outs[1]):
+        outs[1].view(torch.int16)[-1, 3] ^= 1
+
+
+@pytest.fixture
+def pool():
+    given = scale_checks.pool_of(SPEC, 32, torch.device("cpu"))
+    return given, Rows.one(*given)
+
+
+def test_a_soak_finds_one_bit(pool):
+    given, wanted = pool
+    row = scale_checks.soak(Rows(), given, wanted, (2, 8), 40)
+    assert row["ok"]
+    assert row["differing"] == 0
+    assert row["calls"] == 40
+    group = Rows(flip_a_bit)
+    row = scale_checks.soak(group, given, wanted, (2, 8), 40)
+    assert not row["ok"]
+    assert row["differing"] == sum(len(xs[1]) > 0 for xs, *_ in group.calls)
+    assert {len(x) for xs, *_ in group.calls for x in xs} >= {0, 1, 2, 8}
+
+
+@pytest.mark.parametrize(
+    ("replayed", "ok"),
+    [
+        (lambda group: group(*group.calls[1][:3], outs=group.calls[1][3], bound=8), True),
+        (lambda group: None, False),  # a graph that writes nothing
+    ],
+    ids=["right", "empty"],
+)
+@pytest.mark.parametrize("fault", [None, flip_a_bit])
+def test_replays_are_compared_bit_by_bit(pool, monkeypatch, replayed, ok, fault):
+    """With a stand-in for CUDA graphs, which makes the captured call again."""
+    group = Rows() if fault is None else Rows(fault)
+
+    class Graph:
+        def replay(self):
+            replayed(group)
+
+    @contextmanager
+    def nothing(*_, **__):
+        yield
+
+    for name, stand_in in (("CUDAGraph", Graph), ("graph", nothing), ("device", nothing)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    row = scale_checks.replays(group, *pool, 8, 12)
+    assert row["calls"] == 12
+    assert row["ok"] is (ok and fault is None)
+    if ok and fault is not None:
+        assert row["differing"] == 12
+    if not ok:
+        assert row["differing"] == 12 * 2 * 8 * SPEC.hidden
+
+
 def run_main(*words: object) -> int:
     with pytest.raises(SystemExit) as stop:
         main([str(word) for word in words])
