@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from megamoe import reference
 from megamoe.bench import mega, scale, scale_checks
@@ -19,6 +21,7 @@ from megamoe.bench.check import held, oracle_error
 from megamoe.bench.results import layer_keys, load, timing
 from megamoe.bench.scale import Budget, Record, Scale
 from megamoe.bench.scale_table import PUBLIC, tables
+from megamoe.cli import _scale
 from megamoe.cli.app import main
 from megamoe.errors import EngineError, InputError
 from megamoe.group import LocalGroup
@@ -506,6 +509,20 @@ def test_tables_show_what_is_recorded_beside_the_public_figures(machine):
     assert "2,000 calls, 3 with a late rank" in shown[checks]
 
 
+def test_the_terminal_shows_times_by_tokens_and_marks_what_is_wrong(machine):
+    document = recorded(machine, 2, 4)
+    document["rows"][21]["ok"] = False  # the second cell
+    plan = Scale.planned(ranks=4)
+    console = Console(width=120, file=StringIO())
+    console.print(_scale._shown(plan, FACTS, document["rows"]))
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert lines[:2] == ["GPU, 4 ranks on 2 GPUs", "Kernel, call in us"]
+    assert "M flash 4 x 32 mimo 4 x 48" in lines
+    assert "8 9, 13 9, 13" in lines
+    assert "64 65, 69 WRONG 65, 69" in lines
+    assert any(line.startswith("graph, 512 tokens") and line.endswith("ok") for line in lines)
+
+
 def test_ranks_that_share_a_gpu_do_not_stand_beside_public_figures(machine):
     for gpus, ranks, where in ((1, 8, "8 ranks on 1 GPU"), (2, 8, "8 ranks on 2 GPUs")):
         shown = dict(tables(recorded(machine, gpus, ranks)))
@@ -549,17 +566,17 @@ def test_the_kernels_compiled_up_front_are_those_that_calls_use(two_gpus, monkey
         monkeypatch.setattr(cuda_engine, "CudaEngine", made)
         ready = scale.kernels(plan)
         used = []
-        right = memory.compile_kernel
 
-        def compiled(source, config, arch, **how):
+        def compiled(source, config, arch, **_):
             used.append(Job(source, config, arch))
-            return right(source, config, arch, **how)
+            raise EngineError("kernel", "asked for", "nothing more", "")
 
         monkeypatch.setattr(memory, "compile_kernel", compiled)
         layer: CudaEngine = w.engine(SPEC, ranks=2, devices=(0, 1), max_tokens=16)
         layer.load([replace(one, first_expert=4 * r) for r, one in enumerate(pieces)])
         for bound in small[1]:
-            layer.warmup(bound)
-        assert used
+            with pytest.raises(EngineError, match="asked for"):
+                layer.warmup(bound)
+        assert len(used) == 2
         assert all(one in ready for one in used)
         assert all(ready.count(one) == 1 for one in ready)

@@ -66,11 +66,11 @@ def _shown(plan: Scale, about: dict[str, Any], rows: list[dict[str, Any]]) -> Re
     from megamoe.bench.scale_table import check_lines
     from megamoe.cli import _console
 
-    parts = []
     where = f"{plan.ranks} ranks on {plan.gpus or 'no'} GPU{'s' if plan.gpus != 1 else ''}"
+    parts: list[RenderableType] = [f"{about['device']}, {where}"]
     timed = {(row["model"], row["tokens"]): row for row in rows if row["phase"] == "table"}
     if timed:
-        table = _console.plain_table(f"{about['device']}, {where}: kernel, call in us")
+        table = _console.plain_table("Kernel, call in us")
         models = list(dict.fromkeys(name for name, _ in timed))
         table.add_column("M", justify="right")
         for name in models:
@@ -84,7 +84,7 @@ def _shown(plan: Scale, about: dict[str, Any], rows: list[dict[str, Any]]) -> Re
                 cells.append(text if row is None or row["ok"] else f"{text} WRONG")
             table.add_row(str(tokens), *cells)
         parts.append(table)
-    checks = _console.plain_table(f"{about['device']}, {where}: checks")
+    checks = _console.plain_table("Checks")
     for heading in ("check", "layer", "found", ""):
         checks.add_column(heading)
     for what, layer, found, right in check_lines(rows):
