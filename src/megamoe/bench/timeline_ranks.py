@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from megamoe.bench.timeline import _BINS, _COLOURS, _occupancy
+from megamoe.cuda.arena import Sizes
+from megamoe.cuda.fused import job, sizes_of
+from megamoe.cuda.plan import Plan
+from megamoe.cuda.toolchain import compile_kernel
 from megamoe.cuda.trace import EVENTS, GROUPS, Recording
 
-__all__ = ["draw_ranks", "record_ranks"]
+__all__ = ["draw_ranks", "record_ranks", "tracing_candidates", "tracing_plan"]
+
+_CHANGES: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"role_registers": 64},
+    {"peek": False},
+    {"role_registers": 64, "peek": False},
+)
+"""What a plan gives up for the registers of the stamps, least first."""
 
 _LANES: Final = 4
 """CTAs of each rank that are drawn one by one."""
 
 _DRAWN_ROLES: Final = (3, 0, 4, 1)
 """Of such a CTA: dispatch, loader, math 0, store 0."""
+
+
+def tracing_candidates(plan: Plan) -> list[Plan]:
+    """`plan` with time stamps, and its neighbours that have more registers for them."""
+    return [replace(plan, trace=True, **change) for change in _CHANGES]
+
+
+def tracing_plan(plan: Plan, sizes: Sizes) -> Plan:
+    """The first of `tracing_candidates` that compiles without a loss; the first one where none does."""
+    candidates = tracing_candidates(plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a loss is what is looked for
+        for candidate in candidates:
+            wanted = job(candidate, sizes)
+            if compile_kernel(wanted.source, wanted.config, wanted.arch, policy="warn").report.clean:
+                return candidate
+    return candidates[0]
 
 
 def record_ranks(
@@ -63,7 +93,7 @@ def record_ranks(
                 for r, device in enumerate(where)
             ]
         )
-        plan = replace(engine.plan_for(tokens), trace=True)
+        plan = tracing_plan(engine.plan_for(tokens), sizes_of(spec, ranks, tokens))
         engine.force_plan(plan)
         engine.warmup(tokens)
         calls, _ = mega.random_calls(spec, routing, tokens, where)
