@@ -11,11 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megamoe.cpu.combine as combining
 import megamoe.cpu.experts as cpu_experts
 from megamoe import ExpertWeights, MegaMoE, MoESpec, reference
-from megamoe.cpu import fused, products, small
+from megamoe.cpu import fused, products, rounding, small
 from megamoe.cpu.routing import by_expert, pack_routes, plan_dispatch, unpack_routes
 from megamoe.cpu.small import run_apart, run_padded
+from megamoe.engine import Call
 from megamoe.errors import InputError
 from megamoe.formats import fp8_block
 from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_float64, e4m3_to_half_bits, has_nan
@@ -301,7 +303,7 @@ def test_fused_decoding_is_exact_for_every_byte() -> None:
 
 @pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fused_rounding_has_the_bits_of_the_format(scale_format: Any, dtype: torch.dtype) -> None:
+def test_rounding_has_the_bits_of_the_format(scale_format: Any, dtype: torch.dtype) -> None:
     """BF16 rows have many exact ties between e4m3 values, where an ulp of the multiplier decides."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(120, 384, generator=generator)
@@ -315,8 +317,9 @@ def test_fused_rounding_has_the_bits_of_the_format(scale_format: Any, dtype: tor
     done = fused.round_e4m3[scale_format].call(x)
     assert done is not None
     want = fp8_block.dequantize_activations(*fp8_block.quantize_activations(x, scale_format))
-    assert torch.equal(done[0].isnan(), want.isnan())
-    assert torch.equal(done[0].nan_to_num(0.5), want.nan_to_num(0.5))
+    for got in (done[0], rounding.round_e4m3(x, scale_format)):
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got.nan_to_num(0.5), want.nan_to_num(0.5))
 
 
 def test_without_a_compiler_plain_operations_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,12 +346,10 @@ def test_without_a_compiler_plain_operations_do_it(monkeypatch: pytest.MonkeyPat
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 5), min_size=0, max_size=24))
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=24))
 def test_small_bf16_products(route_experts: list[int]) -> None:
     w = make_weights(SPEC, "bf16")
     routes = len(route_experts)
-    if not routes:
-        return
     x = torch.randn(4, SPEC.hidden).bfloat16()
     x[3] = torch.nan
     row = torch.arange(routes) % 4
@@ -361,6 +362,90 @@ def test_small_bf16_products(route_experts: list[int]) -> None:
     for run, groups in ((run_padded, True), (run_apart, True), (run_apart, False)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(small, "_takes_groups", lambda *_, groups=groups: groups)
-            got = run(x, row, expert, weight, counts, w.w13, w.w2, experts._down_operand)
+            got = run(x, row, expert, weight, counts, experts._gate_up, experts._down, experts._down_operand).in_order()
         assert got[~finite].isnan().all()
         assert reference.relative_error(got[finite], want[finite]) < 8e-3 or not finite.any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=24), st.sampled_from(["fp8_block", "mxfp4"]))
+def test_small_decoded_products(route_experts: list[int], weight_format: Any) -> None:
+    """All matrices decoded at once, against one expert after another."""
+    routes = len(route_experts)
+    x, row = torch.randn(4, SPEC.hidden).bfloat16(), torch.arange(routes) % 4
+    expert, weight = torch.tensor(route_experts), torch.rand(routes)
+    experts = cpu_experts.make_experts(SPEC, make_weights(SPEC, weight_format))
+    operand = experts.operand(x, None)
+    want, stats = cpu_experts.Experts.run(experts, operand, row, expert, weight)
+    got, counts = experts.run(operand, row, expert, weight)
+    assert torch.equal(counts, stats)
+    assert reference.relative_error(got.in_order(), want.in_order()) < 8e-3  # roundings of h may go the other way
+    padded = run_padded(
+        operand, row, expert, weight, counts.tolist(), experts._gate_up, experts._down, experts._down_operand
+    )
+    assert reference.relative_error(padded.in_order(), want.in_order()) < 8e-3
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_block", "mxfp4"])
+def test_matrices_are_the_decoded_ones(weight_format: Any) -> None:
+    w = make_weights(SPEC, weight_format)
+    experts = cpu_experts.make_experts(SPEC, w)
+    some = torch.tensor([6, 1, 1])
+    for projection in (experts._gate_up, experts._down):
+        want = []
+        for index in range(SPEC.experts):
+            want.append(torch.empty(projection.shape))
+            projection._decode(index, want[-1])
+        dense = torch.stack(want)
+        assert torch.equal(projection.matrices(), dense)
+        assert torch.equal(projection.matrices(some), dense[some])
+
+
+@pytest.mark.parametrize("gathered", [0, 1 << 30])
+@pytest.mark.parametrize("weight_format", ["fp8_block", "mxfp4", "bf16"])
+def test_one_token_by_both_ways(monkeypatch: pytest.MonkeyPatch, weight_format: Any, gathered: int) -> None:
+    monkeypatch.setattr(small, "_GATHERED_BYTES", gathered)
+    w = make_weights(SPEC, weight_format)
+    for repeated in (False, True):
+        call = make_call(SPEC, 1)
+        if repeated:
+            call[1][0, 2] = call[1][0, 0]
+        with MegaMoE(SPEC) as layer:
+            layer.load(w)
+            assert reference.relative_error(layer(*call), reference.forward(SPEC, w, *call)) < 8e-3
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("skips", [True, False])
+def test_results_are_added_in_slot_order(
+    monkeypatch: pytest.MonkeyPatch, at_once: int, placed: bool, skips: bool
+) -> None:
+    """Bit for bit, with values whose sum depends on the order, ties, and NaN and infinity in tokens of their own."""
+    monkeypatch.setattr(combining, "_AT_ONCE", at_once)
+    generator = torch.Generator().manual_seed(5)
+    tokens, slots, hidden = 9, 7, 91
+    shape = (tokens * slots, hidden)
+    routes = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-9, 9, shape, generator=generator))
+    routes = routes.bfloat16()
+    routes[3, 5], routes[2 * slots, 6] = torch.nan, torch.inf
+    keep = torch.ones(len(routes), dtype=torch.bool)
+    keep[[0, slots + 2]] = not skips
+    want = torch.zeros(tokens, hidden)
+    for slot in range(slots):
+        want += torch.where(keep.view(tokens, slots, 1)[:, slot], routes.view(tokens, slots, hidden)[:, slot], 0)
+    position = keep.nonzero().squeeze(1)
+    results = combining.Results(routes[position])
+    if placed:
+        place = torch.randperm(len(routes) + 4, generator=generator)[: len(position)]
+        results = combining.Results(torch.full((len(routes) + 4, hidden), 1e9, dtype=torch.bfloat16), place)
+        results.down[place] = routes[position]
+    out = torch.empty(tokens + 1, hidden, dtype=torch.bfloat16).fill_(3)
+    call = Call(
+        x=out, scales=None, expert_ids=torch.empty(tokens + 1, slots), expert_weights=out, out=out, num_tokens=tokens,
+        bound=99,
+    )  # fmt: skip
+    combining.combine(call, position, results, ordered=True)
+    assert torch.equal(out[:tokens].isnan(), want.isnan())
+    assert torch.equal(out[:tokens].nan_to_num(0.5), want.bfloat16().nan_to_num(0.5))
+    assert (out[tokens] == 3).all()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
 
 from megamoe.control import Control
+from megamoe.cpu.combine import Results, combine
 from megamoe.cpu.exchange import make_exchange
-from megamoe.cpu.experts import Experts, Results, make_experts
+from megamoe.cpu.experts import Experts, make_experts
 from megamoe.cpu.routing import Outgoing, pack_routes, plan_dispatch, unpack_routes
 from megamoe.engine import Call, Placement
 from megamoe.errors import InputError, MegaMoEError, stated
@@ -82,8 +83,14 @@ class CpuEngine:
     def close(self) -> None:
         self._experts = []
 
-    @torch.inference_mode()
     def forward(self, calls: Sequence[Call]) -> None:
+        if torch.is_inference_mode_enabled():  # entering it again costs a call some microseconds
+            self._forward(calls)
+        else:
+            with torch.inference_mode():
+                self._forward(calls)
+
+    def _forward(self, calls: Sequence[Call]) -> None:
         # Whatever can fail on one rank alone is done before its peers are told that it goes on.
         rows: list[torch.Tensor] = []
         try:
@@ -105,7 +112,7 @@ class CpuEngine:
         )
         for call, plan, parts in zip(calls, plans, returned, strict=True):
             down = torch.cat([part.view(torch.bfloat16) for part in parts])
-            _combine(call, torch.cat([part.position for part in plan]), Results(down))
+            combine(call, torch.cat([part.position for part in plan]), Results(down))
 
     def _plan(self, call: Call, rank: int) -> list[Outgoing]:
         tokens = len(call.x)
@@ -133,7 +140,7 @@ class CpuEngine:
             x, scales = _take(x, plan.tokens), None if scales is None else scales[plan.tokens]
         results, counts = experts.run(experts.operand(x, scales), plan.row, plan.expert, plan.weight)
         self._stats[0] += counts
-        _combine(call, plan.position, results, ordered=True)
+        combine(call, plan.position, results, ordered=True)
 
     def _announce(self, calls: Sequence[Call], plans: list[list[Outgoing]]) -> list[list[list[int]]]:
         """Rows and routes that each hosted rank gets from each rank: ``[local][source] == [rows, routes]``."""
@@ -196,28 +203,3 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.float8_e4m3fn:
         return x.view(torch.uint8)[index].view(torch.float8_e4m3fn)
     return x[index]
-
-
-def _combine(call: Call, position: torch.Tensor, results: Results, *, ordered: bool = False) -> None:
-    """Sum each token's results in slot order in float32 and write them, rounded to BF16.
-
-    Args:
-        position: int64 ``[routes]``: ``token * k + slot`` of each result.
-        results: the results.
-        ordered: `position` ascends.
-    """
-    slots, hidden = call.expert_ids.shape[1], results.down.shape[1]
-    tokens = call.num_tokens if isinstance(call.num_tokens, int) else int(call.num_tokens)
-    by_slot: Iterable[torch.Tensor]
-    if not ordered or len(position) < tokens * slots:
-        # A skipped route adds +0 to a sum that starts from +0: no bit changes.
-        routes = torch.zeros(tokens * slots, hidden, dtype=torch.bfloat16)
-        by_slot = routes.index_copy_(0, position, results.in_order()).view(tokens, slots, hidden).unbind(1)
-    elif results.place is None:
-        by_slot = results.down.view(tokens, slots, hidden).unbind(1)
-    else:  # a slot at a time: the gathered rows stay in a cache
-        by_slot = (results.down.index_select(0, place) for place in results.place.view(tokens, slots).unbind(1))
-    total = torch.zeros(tokens, hidden)
-    for one in by_slot:  # not torch.sum: its order depends on the sizes
-        total += one
-    call.out[:tokens] = total

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 import torch
 
 from megamoe.cpu import fused
+from megamoe.cpu.combine import Results
 from megamoe.cpu.products import multiply
+from megamoe.cpu.rounding import round_e4m3
 from megamoe.cpu.routing import by_expert
 from megamoe.cpu.small import padding_pays, run_apart, run_one_token, run_padded
 from megamoe.formats import fp8_block, mxfp4, ue8m0
@@ -17,10 +19,16 @@ from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_half_bits, has_nan
 from megamoe.spec import BLOCK, MoESpec, ScaleFormat
 from megamoe.weights import INTERLEAVED_ROWS, ExpertWeights, GateUpOrder
 
-__all__ = ["Experts", "Results", "make_experts"]
+__all__ = ["Experts", "make_experts"]
 
 _BATCH_ROUTES = 1024
 """Routes whose intermediates are held at once: few enough that they stay in a cache of some ten megabytes."""
+
+_SMALL_ROUTES: Final = 4 * _BATCH_ROUTES
+"""Routes and slots of experts with small matrices that are computed at once."""
+
+_DECODED_ELEMENTS: Final = 1 << 22
+"""Elements of one projection's matrices that are decoded to float32 at once."""
 
 Piece = tuple[int, int, int]
 """An expert and its routes ``[begin, end)`` in expert-major order."""
@@ -60,6 +68,10 @@ class Projection(ABC):
     def product(self, expert: int, x: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
         """The given rows of `x` ``[P, K]`` times one expert's matrix, to the same rows of `out` ``[P, N]``."""
 
+    @abstractmethod
+    def matrices(self, experts: torch.Tensor | None = None) -> torch.Tensor:
+        """``[A, N, K]`` of the given experts (int64 ``[A]``; all: None), in the type that products take."""
+
     def single_rows(self, experts: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """Row by row, each with an expert of its own: `x` ``[A, K]`` to ``[A, N]``; None where `product` must do it."""
         return None
@@ -79,6 +91,9 @@ class Projection(ABC):
 
 
 class _Bf16Projection(Projection):
+    def matrices(self, experts: torch.Tensor | None = None) -> torch.Tensor:
+        return self.values if experts is None else self.values.index_select(0, experts)
+
     def product(self, expert: int, x: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
         count = rows.stop - rows.start
         width = -(-count // 16) * 16
@@ -113,6 +128,13 @@ class _Float32Projection(Projection):
     def _decode(self, expert: int, out: torch.Tensor) -> None:
         """Write one expert's float32 weights to `out` ``[N, K]``."""
 
+    def matrices(self, experts: torch.Tensor | None = None) -> torch.Tensor:
+        numbers: Iterable[int] = range(len(self.values)) if experts is None else experts.tolist()
+        out = torch.empty(len(self.values) if experts is None else len(experts), *self.shape)
+        for matrix, expert in zip(out, numbers, strict=True):
+            self._decode(expert, matrix)
+        return out
+
     def product(self, expert: int, x: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
         self._decode(expert, self._matrix)
         multiply(x[rows], self._matrix, out[rows])
@@ -133,9 +155,8 @@ class _Fp8Projection(_Float32Projection):
         self._fuse = values[0].numel() >= fused.LEAST_ELEMENTS and min(scale.shape[1:]) > 1
         self._bits: torch.Tensor | None = None
 
-    def _row_scales(self, which: slice) -> torch.Tensor:
-        """Float32 ``[experts, N/rows, K/128]``: a scale for each ``self._rows`` neighbouring rows."""
-        scale = self.scale[which]
+    def _row_scales(self, scale: torch.Tensor) -> torch.Tensor:
+        """`scale` as stored, as float32 ``[experts, N/rows, K/128]``: one for each ``self._rows`` neighbouring rows."""
         scale = ue8m0.decode(scale) if scale.dtype == ue8m0.E8M0 else scale
         if self._order == "stacked":
             return scale
@@ -147,23 +168,36 @@ class _Fp8Projection(_Float32Projection):
         if not self._fuse:
             return None
         done = fused.matvec_e4m3[self._rows].call(
-            self.values.view(torch.int8), self._row_scales(slice(None)), experts, x
+            self.values.view(torch.int8), self._row_scales(self.scale), experts, x
         )
         return None if done is None else done[0]
 
     def _decode(self, expert: int, out: torch.Tensor) -> None:
-        values, scale = self.values[expert], self._row_scales(slice(expert, expert + 1))[0]
+        values, scale = self.values[expert], self._row_scales(self.scale[expert : expert + 1])[0]
         if self._fuse and fused.decode_e4m3[self._rows].call(values.view(torch.int8), scale, out) is not None:
             return
+        if self._bits is None:
+            self._bits = torch.empty(self.shape, dtype=torch.int16)
+        self._decode_plainly(values, scale, self._bits, out)
+
+    def _decode_plainly(self, values: torch.Tensor, scale: torch.Tensor, bits: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the float32 weights of e4m3 `values` ``[..., N, K]`` to `out`; `bits` is int16 scratch."""
         if has_nan(values):
             out.copy_(values)
         else:
-            if self._bits is None:
-                self._bits = torch.empty(self.shape, dtype=torch.int16)
-            out.copy_(e4m3_to_half_bits(values, self._bits))
+            out.copy_(e4m3_to_half_bits(values, bits))
             scale = scale * HALF_SCALE
-        groups, blocks = scale.shape
-        out.view(groups, self._rows, blocks, BLOCK).mul_(scale.view(groups, 1, blocks, 1))
+        *batch, groups, blocks = scale.shape
+        out.view(*batch, groups, self._rows, blocks, BLOCK).mul_(scale.view(*batch, groups, 1, blocks, 1))
+
+    def matrices(self, experts: torch.Tensor | None = None) -> torch.Tensor:
+        values, scale = self.values, self.scale
+        if experts is not None:  # torch cannot index e4m3 or UE8M0
+            values = values.view(torch.uint8).index_select(0, experts).view(values.dtype)
+            scale = scale.view(torch.uint8).index_select(0, experts).view(scale.dtype)
+        out = torch.empty(values.shape)
+        self._decode_plainly(values, self._row_scales(scale), torch.empty(values.shape, dtype=torch.int16), out)
+        return out
 
 
 class _Mxfp4Projection(_Float32Projection):
@@ -172,22 +206,6 @@ class _Mxfp4Projection(_Float32Projection):
 
     def _decode(self, expert: int, out: torch.Tensor) -> None:
         out.copy_(mxfp4.dequantize(self.values[expert], self.scale[expert]))
-
-
-class Results(NamedTuple):
-    """The down projections of routes.
-
-    Attributes:
-        down: BF16 ``[routes, H]``.
-        place: int64 ``[routes]``: which row of `down` is each route's; None where they are in the order given.
-    """
-
-    down: torch.Tensor
-    place: torch.Tensor | None = None
-
-    def in_order(self) -> torch.Tensor:
-        """The routes' results in the order given."""
-        return self.down if self.place is None else self.down.index_select(0, self.place)
 
 
 class Experts(ABC):
@@ -282,17 +300,15 @@ class _Bf16Experts(Experts):
     def run(
         self, x: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
     ) -> tuple[Results, torch.Tensor]:
-        w13, w2 = self._gate_up.values, self._down.values
-        small = w13[0].numel() < fused.LEAST_ELEMENTS and 0 < len(expert) <= _BATCH_ROUTES
-        if small and len(x) == 1:
-            down = run_one_token(x, expert.tolist(), weight, w13, w2, self._down_operand)
-            return Results(down), torch.bincount(expert, minlength=self.local_experts)
-        if not small:
+        gate_up, down = self._gate_up, self._down
+        if gate_up.values[0].numel() >= fused.LEAST_ELEMENTS or not 0 < len(expert) <= _SMALL_ROUTES:
             return super().run(x, row, expert, weight)
         counts = torch.bincount(expert, minlength=self.local_experts)
+        if len(x) == 1:
+            return run_one_token(x, expert, weight, gate_up, down, self._down_operand), counts
         each: list[int] = counts.tolist()
-        run = run_padded if padding_pays(each, w13[0].nbytes, _BATCH_ROUTES) else run_apart
-        return Results(run(x, row, expert, weight, each, w13, w2, self._down_operand)), counts
+        run = run_padded if padding_pays(each, gate_up.values[0].nbytes, _SMALL_ROUTES) else run_apart
+        return run(x, row, expert, weight, each, gate_up, down, self._down_operand), counts
 
     def _down_operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         large = self._gate_up.values[0].numel() >= fused.LEAST_ELEMENTS
@@ -338,6 +354,21 @@ class _QuantizedExperts(Experts):
             self._gate_up = _Mxfp4Projection(weights.w13, weights.w13_scale, scratch)
             self._down = _Mxfp4Projection(weights.w2, weights.w2_scale, scratch)
 
+    def run(
+        self, x: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[Results, torch.Tensor]:
+        rows, columns = 2 * self.spec.intermediate, self.spec.hidden
+        if self._fuse or not 0 < len(expert) <= _SMALL_ROUTES:
+            return super().run(x, row, expert, weight)
+        counts = torch.bincount(expert, minlength=self.local_experts)
+        each: list[int] = counts.tolist()
+        if (len(each) - each.count(0)) * rows * columns <= _DECODED_ELEMENTS:
+            if len(x) == 1 and max(each) == 1:
+                return run_one_token(x, expert, weight, self._gate_up, self._down, self._down_operand), counts
+            if padding_pays(each, 4 * rows * columns, _SMALL_ROUTES):
+                return run_padded(x, row, expert, weight, each, self._gate_up, self._down, self._down_operand), counts
+        return super().run(x, row, expert, weight)
+
     def _split(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._order == "stacked":
             return super()._split(gate_up)
@@ -371,7 +402,7 @@ class _QuantizedExperts(Experts):
             if done is not None:
                 rounded: torch.Tensor = done[0]
                 return rounded
-        return fp8_block.dequantize_activations(*fp8_block.quantize_activations(x, scale_format))
+        return round_e4m3(x, scale_format)
 
 
 def make_experts(spec: MoESpec, weights: ExpertWeights) -> Experts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 import torch
 
@@ -14,6 +15,10 @@ __all__ = ["ROUTE_BYTES", "Outgoing", "by_expert", "pack_routes", "plan_dispatch
 
 ROUTE_BYTES = 12
 """Bytes of a route on the wire: row, local expert (int32 each) and weight (float32)."""
+
+
+_FEW_IDS: Final = 128
+"""Ids up to which Python is quicker at looking at them than torch."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,15 @@ def _every_route(tokens: int, topk: int) -> tuple[torch.Tensor, torch.Tensor, to
         return torch.arange(tokens), position // topk, position
 
 
+def _extremes(ids: torch.Tensor) -> tuple[int, int]:
+    """The smallest and the largest id; 0 and 0 where there is none."""
+    if ids.numel() > _FEW_IDS:
+        low, high = torch.aminmax(ids)
+        return int(low), int(high)
+    numbers: list[int] = ids.tolist()
+    return (min(numbers), max(numbers)) if numbers else (0, 0)
+
+
 def plan_dispatch(spec: MoESpec, ranks: int, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> list[Outgoing]:
     """Split one rank's routes by owner.
 
@@ -57,7 +71,7 @@ def plan_dispatch(spec: MoESpec, ranks: int, expert_ids: torch.Tensor, expert_we
         InputError: an id outside ``[-1, E)``; says where the first one is.
     """
     flat = expert_ids.reshape(-1)
-    low, high = (int(value) for value in torch.aminmax(flat)) if flat.numel() else (0, 0)
+    low, high = _extremes(flat)
     if low < -1 or high >= spec.experts:
         bad = (flat < -1) | (flat >= spec.experts)
         index = int(bad.nonzero()[0])

@@ -1,16 +1,45 @@
-"""BF16 experts with small matrices: where calling torch costs more than the arithmetic."""
+"""Experts with small matrices: where calling torch costs more than the arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import accumulate
+from typing import Final, Protocol
 
 import torch
 
-__all__ = ["padding_pays", "run_apart", "run_one_token", "run_padded"]
+from megamoe.cpu.combine import Results
+
+__all__ = ["Matrices", "padding_pays", "run_apart", "run_one_token", "run_padded"]
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From gate and up ``[m, 2I]`` and route weights ``[m]`` to the second product's BF16 operand ``[m, I]``."""
+"""From gate and up ``[m, 2I]`` and route weights ``[m]`` to the second product's operand ``[m, I]``."""
+
+_GATHERED_BYTES: Final = 3 << 18
+"""Largest BF16 matrix that is copied beside others for one product, rather than multiplied by a call of its own (torch
+2.13, AMD EPYC with avx512_bf16: of 4 matrices, 256 KiB each, 0.7 to 0.8 of the time; 1.0 to 1.1 at 1 MiB)."""
+
+
+class Matrices(Protocol):
+    """One projection of all experts, `values` as stored."""
+
+    values: torch.Tensor
+
+    def matrices(self, experts: torch.Tensor | None = None) -> torch.Tensor:
+        """``[A, N, K]`` of the given experts (int64 ``[A]``; all: None), in the type that products take."""
+
+
+@lru_cache(maxsize=8)
+def _numbers(count: int) -> torch.Tensor:
+    """0 to ``count - 1``; nobody writes to it."""
+    with torch.inference_mode():
+        return torch.arange(count)
+
+
+def _leaves_out(counts: list[int]) -> bool:
+    """Whether a batched product is of copies of the matrices in use: where those are at most half of all."""
+    return 2 * counts.count(0) >= len(counts)
 
 
 def padding_pays(counts: list[int], matrix_bytes: int, most_slots: int) -> bool:
@@ -24,8 +53,9 @@ def padding_pays(counts: list[int], matrix_bytes: int, most_slots: int) -> bool:
         matrix_bytes: of one expert's larger matrix.
         most_slots: bound of experts times largest count, for memory.
     """
-    experts, slots = len(counts), len(counts) * max(counts)
-    used = experts - counts.count(0)
+    used = len(counts) - counts.count(0)
+    experts = used if _leaves_out(counts) else len(counts)
+    slots = experts * max(counts)
     apart = used * (2**18 + matrix_bytes) + sum(counts) * matrix_bytes // 40
     together = experts * (2**16 + matrix_bytes) + slots * matrix_bytes // 40
     return slots <= most_slots and together < apart
@@ -37,32 +67,41 @@ def run_padded(
     expert: torch.Tensor,
     weight: torch.Tensor,
     counts: list[int],
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: Matrices,
+    w2: Matrices,
     activate: Activation,
-) -> torch.Tensor:
-    """The down projection of every route; each expert has slots for the largest count, and free slots repeat route 0.
+) -> Results:
+    """The down projection of every route; each expert has slots for the largest count.
+
+    Experts without a route are left out where most have none. Free slots hold row 0 of `x` with weight 0.
 
     Args:
-        x: BF16 ``[rows, H]``.
+        x: operand of the first product, ``[rows, H]``.
         row, expert: int64 ``[routes]``: index into `x`, and local expert.
         weight: float32 ``[routes]``.
         counts: routes of each expert.
-        w13, w2: BF16 ``[EL, 2I, H]`` and ``[EL, H, I]``.
-
-    Returns:
-        BF16 ``[routes, H]``, in the order given.
+        w13, w2: the projections, ``[EL, 2I, H]`` and ``[EL, H, I]``.
     """
+    used = None
+    if _leaves_out(counts):
+        names = [index for index, count in enumerate(counts) if count]
+        numbers = [0] * len(counts)
+        for number, index in enumerate(names):
+            numbers[index] = number
+        used, expert = torch.tensor(names), torch.tensor(numbers).index_select(0, expert)
+        counts = [counts[index] for index in names]
     experts, depth = len(counts), max(counts)
-    order = torch.argsort(expert, stable=True)
-    begin = torch.tensor(list(accumulate(counts[:-1], initial=0)))
-    sorted_expert, number = expert[order], torch.arange(len(expert))
-    slot = torch.empty_like(order).scatter_(0, order, number + (depth * sorted_expert - begin[sorted_expert]))
-    route = torch.zeros(experts * depth, dtype=torch.int64).scatter_(0, slot, number)
-    rows = x.index_select(0, row.index_select(0, route)).view(experts, depth, -1)
-    gate_up = torch.bmm(rows, w13.transpose(1, 2)).view(experts * depth, -1)
-    h = activate(gate_up, weight.index_select(0, route)).view(experts, depth, -1)
-    return torch.bmm(h, w2.transpose(1, 2)).view(experts * depth, -1).index_select(0, slot)
+    ahead = [depth * index - begin for index, begin in enumerate(accumulate(counts[:-1], initial=0))]
+    ascending, order = torch.sort(expert, stable=True)
+    slots = torch.tensor(ahead).index_select(0, ascending).add_(_numbers(len(order)))
+    slot = torch.empty_like(order).scatter_(0, order, slots)
+    source = torch.zeros(experts * depth, dtype=torch.int64).scatter_(0, slot, row)
+    weights = torch.zeros(experts * depth).scatter_(0, slot, weight)
+    rows = x.index_select(0, source).view(experts, depth, -1)
+    gate_up = torch.bmm(rows, w13.matrices(used).transpose(1, 2)).view(experts * depth, -1)
+    h = activate(gate_up, weights).view(experts, depth, -1)
+    down = torch.bmm(h, w2.matrices(used).transpose(1, 2)).view(experts * depth, -1)
+    return Results(down.bfloat16(), slot)
 
 
 def _takes_groups(*widths: int) -> bool:
@@ -82,45 +121,47 @@ def run_apart(
     expert: torch.Tensor,
     weight: torch.Tensor,
     counts: list[int],
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: Matrices,
+    w2: Matrices,
     activate: Activation,
-) -> torch.Tensor:
-    """`run_padded` with one product for each expert: for counts too unequal to pad."""
+) -> Results:
+    """`run_padded` for BF16 experts, with one product for each expert: for counts too unequal to pad."""
+    first, second = w13.values, w2.values
     order = torch.argsort(expert, stable=True)
     rows = x.index_select(0, row.index_select(0, order))
-    if _takes_groups(rows.shape[1], w2.shape[2]):
+    if _takes_groups(rows.shape[1], second.shape[2]):
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-        gate_up = torch.nn.functional.grouped_mm(rows, w13.transpose(1, 2), offs=ends)
+        gate_up = torch.nn.functional.grouped_mm(rows, first.transpose(1, 2), offs=ends)
         h = activate(gate_up, weight.index_select(0, order))
-        down = torch.nn.functional.grouped_mm(h, w2.transpose(1, 2), offs=ends)
+        down = torch.nn.functional.grouped_mm(h, second.transpose(1, 2), offs=ends)
     else:
-        h = activate(_products(rows, w13, counts), weight.index_select(0, order))
-        down = _products(h, w2, counts)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-    return down.index_select(0, place)
+        h = activate(_products(rows, first, counts), weight.index_select(0, order))
+        down = _products(h, second, counts)
+    return Results(down, torch.empty_like(order).scatter_(0, order, _numbers(len(order))))
 
 
 def run_one_token(
     x: torch.Tensor,
-    experts: list[int],
+    expert: torch.Tensor,
     weight: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: Matrices,
+    w2: Matrices,
     activate: Activation,
-) -> torch.Tensor:
-    """The down projection of one token's routes, in the order given: nothing to sort and no rows to gather.
+) -> Results:
+    """The down projection of one token's routes: nothing to sort and no rows to gather.
 
     Args:
-        x: BF16 ``[1, H]``.
-        experts: local expert of each route.
+        x: operand of the first product, ``[1, H]``.
+        expert: int64 ``[routes]``: local expert of each route.
         weight: float32 ``[routes]``.
         w13, w2: as in `run_padded`.
-
-    Returns:
-        BF16 ``[routes, H]``.
     """
-    w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    h = activate(torch.cat([torch.mm(x, w13[expert]) for expert in experts]), weight)
-    rows = torch.split(h, 1)
-    return torch.cat([torch.mm(row, w2[expert]) for row, expert in zip(rows, experts, strict=True)])
+    if w13.values.dtype == torch.bfloat16 and w13.values[0].nbytes > _GATHERED_BYTES:
+        numbers: list[int] = expert.tolist()
+        first, second = w13.values.transpose(1, 2), w2.values.transpose(1, 2)
+        rows = torch.split(activate(torch.cat([torch.mm(x, first[n]) for n in numbers]), weight), 1)
+        return Results(torch.cat([torch.mm(row, second[n]) for row, n in zip(rows, numbers, strict=True)]))
+    stacked = w13.matrices(expert)
+    gate_up = torch.nn.functional.linear(x, stacked.view(-1, stacked.shape[2])).view(len(expert), -1)
+    h = activate(gate_up, weight)
+    return Results(torch.bmm(w2.matrices(expert), h.unsqueeze(2)).squeeze(2).bfloat16())

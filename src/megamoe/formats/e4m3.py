@@ -24,7 +24,8 @@ def has_nan(values: torch.Tensor) -> bool:
     """Whether e4m3 `values` hold a NaN."""
     if values.numel() == 0:
         return False
-    return int((values.view(torch.uint8) & 0x7F).amax()) == 0x7F
+    # The two NaN bytes are the largest int8 and the largest uint8.
+    return int(values.view(torch.int8).amax()) == 0x7F or int(values.view(torch.uint8).amax()) == 0xFF
 
 
 def e4m3_to_half_bits(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

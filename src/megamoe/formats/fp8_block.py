@@ -22,6 +22,7 @@ __all__ = [
     "dequantize_weights",
     "quantize_activations",
     "quantize_weights",
+    "scale_and_multiplier",
     "to_e4m3",
 ]
 
@@ -58,7 +59,8 @@ def _check_scale_format(scale_format: ScaleFormat) -> None:
         raise FormatError("scale_format", scale_format, "'float32' or 'ue8m0'", "Use 'float32' unless told otherwise.")
 
 
-def _scale_and_multiplier(amax: torch.Tensor, scale_format: ScaleFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def scale_and_multiplier(amax: torch.Tensor, scale_format: ScaleFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 `s` and `r` of groups or blocks with these `amax`, by the formulas of `quantize_activations`."""
     amax = amax.float().clamp(min=SMALLEST_AMAX)
     # Both operands must be tensors of one device: with a Python number torch multiplies by a rounded reciprocal
     # instead (448 / amax everywhere, amax / 448 on CUDA).
@@ -111,7 +113,7 @@ def quantize_activations(x: torch.Tensor, scale_format: ScaleFormat = "float32")
     _check_scale_format(scale_format)
     rows, columns = x.shape
     groups = x.reshape(rows, columns // BLOCK, BLOCK)
-    s, r = _scale_and_multiplier(groups.abs().amax(-1), scale_format)
+    s, r = scale_and_multiplier(groups.abs().amax(-1), scale_format)
     q = to_e4m3(groups.float() * r.unsqueeze(-1))
     return q.view(rows, columns), s
 
@@ -169,7 +171,7 @@ def quantize_weights(w: torch.Tensor, scale_format: ScaleFormat = "float32") -> 
     step = max(1, _STRIP_ELEMENTS // (BLOCK * k)) * BLOCK
     for row in range(0, strips.shape[0], step):
         blocks = _blocks(strips[row : row + step].float())
-        part, r = _scale_and_multiplier(blocks.abs().amax((-3, -1)), scale_format)
+        part, r = scale_and_multiplier(blocks.abs().amax((-3, -1)), scale_format)
         s[row // BLOCK : row // BLOCK + part.shape[0]] = part
         byte = to_e4m3(blocks * _per_block(r)).view(-1, k).view(torch.uint8)
         q[row : row + step].view(torch.uint8).copy_(byte)
