@@ -1,18 +1,23 @@
 """Whole forwards of tiny Transformers models: the registered experts beside the host's own implementations.
 
     python benchmarks/doors.py                                    # both families, 1 to 256 tokens
-    python benchmarks/doors.py --families qwen3-moe --tokens 64 --samples 100
+    python benchmarks/doors.py --families qwen3-moe --tokens 64 --samples 300
 
 The models are those of `megamoe demo` in BF16 with random weights, on the CPU. Samples of all implementations alternate
-in one process on the same model and the same tokens. The host's default is grouped_mm.
+in one process on the same tokens. The host's default is grouped_mm. FP8 experts have two baselines: the default on the
+BF16 experts that they were quantised from, and the default on the quantised weights themselves, dequantised to float32,
+everything else of the model being the same (the host's FP8 implementations need a GPU).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,11 +30,24 @@ from megamoe import reference
 from megamoe.bench import environment, results
 from megamoe.bench.timing import alternate
 from megamoe.demo_checkpoint import FAMILIES
+from megamoe.formats import fp8_block
 from megamoe.hf import quiet_transformers
 from megamoe.spec import BLOCK
 
 DEFAULT = "grouped_mm"
-IMPLEMENTATIONS = (DEFAULT, "eager", hosted.STORED, hosted.QUANTIZED)
+DEQUANTIZED = "float32 of fp8_block"
+"""Format of experts that were quantised and are dequantised again."""
+
+Candidate = tuple[str, str]
+"""Name of an implementation, and the format of its experts."""
+
+CANDIDATES: tuple[Candidate, ...] = (
+    (DEFAULT, "bf16"),
+    ("eager", "bf16"),
+    (hosted.STORED, "bf16"),
+    (DEFAULT, DEQUANTIZED),
+    (hosted.QUANTIZED, "fp8_block"),
+)
 PROTOCOL = (
     "One forward of the whole model without cache, tokens in and logits out, on the host's clock; implementations "
     "alternate A B B A."
@@ -44,81 +62,120 @@ def make_model(family: str) -> Any:
         return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(torch.bfloat16).eval()
 
 
-def implementations(config: Any) -> list[str]:
+def dequantized(model: Any) -> Any:
+    """A copy of the model whose experts' weights were quantised to FP8 and dequantised to float32."""
+    other = copy.deepcopy(model)
+    for module in other.modules():
+        for name in ("gate_up_proj", "down_proj"):
+            values = getattr(module, name, None)
+            if isinstance(values, torch.nn.Parameter):
+                dense = fp8_block.dequantize_weights(*fp8_block.quantize_weights(values.detach()))
+                setattr(module, name, torch.nn.Parameter(dense, requires_grad=False))
+    return other
+
+
+def candidates(config: Any) -> list[Candidate]:
     """Those that can run the model."""
     fp8 = config.hidden_size % BLOCK == 0 and config.moe_intermediate_size % BLOCK == 0
-    return [name for name in IMPLEMENTATIONS if fp8 or name != hosted.QUANTIZED]
+    return [one for one in CANDIDATES if fp8 or one[1] == "bf16"]
+
+
+def engine_of(name: str) -> str:
+    """An implementation as rows name it."""
+    return name if name in (hosted.STORED, hosted.QUANTIZED) else f"transformers-{name}"
 
 
 def measure(family: str, arguments: argparse.Namespace, progress: Progress) -> list[results.Row]:
     """Rows of one family."""
     model = make_model(family)
     config = model.config
-    names = implementations(config)
+    which = candidates(config)
+    models = {stored: model for _, stored in which}
+    if DEQUANTIZED in models:
+        models[DEQUANTIZED] = dequantized(model)
     rows: list[results.Row] = []
     for tokens in arguments.tokens:
         ids = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(tokens))
 
-        def forward(name: str, ids: torch.Tensor = ids) -> torch.Tensor:
-            model.set_experts_implementation(name)
+        def forward(name: str, stored: str, ids: torch.Tensor = ids) -> torch.Tensor:
+            models[stored].set_experts_implementation(name)
             with torch.inference_mode():
-                logits: torch.Tensor = model(ids, use_cache=False).logits
+                logits: torch.Tensor = models[stored](ids, use_cache=False).logits
             return logits
 
-        want = forward(DEFAULT)
-        errors = {name: reference.relative_error(forward(name), want) for name in names}
-        bar = progress.add_task(f"{family}, {tokens} tokens", total=arguments.samples * len(names))
+        want = forward(DEFAULT, "bf16")
+        errors = {one: reference.relative_error(forward(*one), want) for one in which}
+        bar = progress.add_task(f"{family}, {tokens} tokens", total=arguments.samples * len(which))
         load = os.getloadavg()[0]
         times = alternate(
-            {name: lambda name=name: forward(name) for name in names},  # type: ignore[misc]
+            {", ".join(one): lambda one=one: forward(*one) for one in which},  # type: ignore[misc]
             samples=arguments.samples,
             warmup=5,
             seconds=arguments.seconds,
             on_sample=lambda bar=bar: progress.advance(bar),  # type: ignore[misc]
         )
         progress.remove_task(bar)
-        for name in names:
-            ours = name in (hosted.STORED, hosted.QUANTIZED)
-            rows.append(
-                {
-                    "model": f"tiny {family}",
-                    "hidden": config.hidden_size,
-                    "intermediate": config.moe_intermediate_size,
-                    "ranks": 1,
-                    "experts_per_rank": config.num_local_experts,
-                    "topk": config.num_experts_per_tok,
-                    "tokens": tokens,
-                    "phase": "model forward",
-                    "engine": name if ours else f"transformers-{name}",
-                    "format": "fp8_block" if name == hosted.QUANTIZED else "bf16",
-                    "threads": torch.get_num_threads(),
-                    "load_average": round(load, 2),
-                    "e2e_us": results.timing(times[name]),
-                    "error": errors[name],
-                }
-            )
+        rows += [
+            {
+                "model": f"tiny {family}",
+                "hidden": config.hidden_size,
+                "intermediate": config.moe_intermediate_size,
+                "ranks": 1,
+                "experts_per_rank": config.num_local_experts,
+                "topk": config.num_experts_per_tok,
+                "tokens": tokens,
+                "phase": "model forward",
+                "engine": engine_of(one[0]),
+                "format": one[1],
+                "threads": torch.get_num_threads(),
+                "load_average": round(load, 2),
+                "e2e_us": results.timing(times[", ".join(one)]),
+                "error": errors[one],
+            }
+            for one in which
+        ]
     hosted.release(model)
     return rows
 
 
+def lower_quartile(samples: list[float]) -> float:
+    """The sample that a quarter of them are below: on a shared machine steadier than the least, less disturbed than
+    the median."""
+    return sorted(samples)[len(samples) // 4]
+
+
+STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": median, "quartile": lower_quartile, "min": min}
+
+
+def speeds(rows: list[results.Row], row: results.Row, stored: str) -> dict[str, float] | None:
+    """Time of the host's default with experts in format `stored` over this row's, by statistic; None without such."""
+    for base in rows:
+        alike = all(base[name] == row[name] for name in ("model", "tokens"))
+        if alike and base["engine"] == engine_of(DEFAULT) and base["format"] == stored:
+            ours, other = row["e2e_us"]["samples"], base["e2e_us"]["samples"]
+            return {name: statistic(other) / statistic(ours) for name, statistic in STATISTICS.items()}
+    return None
+
+
 def table(rows: list[results.Row]) -> Table:
-    """One line per implementation; `speed` is the default's median over its own."""
-    shown = Table("model", "tokens", "experts", "median ms", "min ms", "speed", "speed of minima", "error")
+    """One line per candidate; speeds are the default's time over its own: of medians, lower quartiles and minima."""
+    shown = Table("model", "tokens", "experts", "format", "median ms", "min ms", "speed", "beside float32", "error")
+
+    def line(values: dict[str, float] | None) -> str:
+        return "" if values is None else " ".join(f"{value:.2f}" for value in values.values())
+
     for row in rows:
-        base = next(
-            r
-            for r in rows
-            if all(r[k] == row[k] for k in ("model", "tokens")) and r["engine"] == f"transformers-{DEFAULT}"
-        )
-        time, other = row["e2e_us"], base["e2e_us"]
+        time = row["e2e_us"]
+        beside = speeds(rows, row, DEQUANTIZED) if row["format"] == "fp8_block" else None
         shown.add_row(
             row["model"],
             str(row["tokens"]),
             row["engine"],
+            row["format"],
             f"{time['median'] / 1e3:.2f}",
             f"{time['min'] / 1e3:.2f}",
-            f"{other['median'] / time['median']:.2f}",
-            f"{other['min'] / time['min']:.2f}",
+            line(speeds(rows, row, "bf16")),
+            line(beside),
             f"{row['error']:.1e}",
         )
     return shown
@@ -129,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256])
-    parser.add_argument("--samples", type=int, default=60)
+    parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60.0, help="stop a measurement early after this long")
     parser.add_argument("--no-write", action="store_true", help="do not write the result file")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")

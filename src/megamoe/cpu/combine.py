@@ -11,8 +11,9 @@ from megamoe.engine import Call
 
 __all__ = ["Results", "combine"]
 
-_AT_ONCE: Final = 1 << 20
-"""Elements of results that are held in float32 at once: few enough that they stay in a cache."""
+_IN_BAGS: Final = 1 << 20
+"""Largest number of results' elements that are added by one operation, which needs all of them in float32. More go a
+slot at a time, where the gathered rows stay in a cache."""
 
 
 class Results(NamedTuple):
@@ -56,14 +57,12 @@ def combine(call: Call, position: torch.Tensor, results: Results, *, ordered: bo
         # A skipped route adds +0 to a sum that starts from +0: no bit changes.
         down, place = torch.zeros(tokens * slots, hidden, dtype=torch.bfloat16), routes
         down.index_copy_(0, position, results.in_order())
-    # A bag's float32 rows are added one after another, starting from +0. torch.sum would not do: its order depends on
-    # the sizes. Nor would bags of BF16 rows, which round halves up.
-    if down.numel() <= _AT_ONCE:
+    if 0 < down.numel() <= _IN_BAGS:
+        # A bag's float32 rows are added one after another, starting from +0. torch.sum would not do: its order depends
+        # on the sizes. Nor would bags of BF16 rows, which round halves up.
         call.out[:tokens].copy_(torch.embedding_bag(down.float(), place, first)[0])
         return
-    step = max(1, _AT_ONCE // (slots * hidden))
-    for begin in range(0, tokens, step):
-        part = place[begin * slots : (begin + step) * slots]
-        rows = down.index_select(0, part).float()
-        total = torch.embedding_bag(rows, routes[: len(part)], first[: len(part) // slots])[0]
-        call.out[begin : begin + len(total)].copy_(total)
+    total = torch.zeros(tokens, hidden)
+    for part in place.view(tokens, slots).unbind(1):
+        total += down.index_select(0, part)
+    call.out[:tokens].copy_(total)

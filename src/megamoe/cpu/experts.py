@@ -30,6 +30,9 @@ _SMALL_ROUTES: Final = 4 * _BATCH_ROUTES
 _DECODED_ELEMENTS: Final = 1 << 22
 """Elements of one projection's matrices that are decoded to float32 at once."""
 
+_DECODING_CALL: Final = 3 << 18
+"""What decoding a small matrix by a call of its own costs, in the bytes of `padding_pays`: a dozen operations."""
+
 Piece = tuple[int, int, int]
 """An expert and its routes ``[begin, end)`` in expert-major order."""
 
@@ -282,7 +285,9 @@ class Experts(ABC):
         if self.spec.clamp is not None:
             gate = gate.clamp(max=self.spec.clamp)
             up = up.float().clamp(-self.spec.clamp, self.spec.clamp)
-        return torch.nn.functional.silu(gate).mul_(up).mul_(weight.unsqueeze(1))
+        # In place where that is a copy: a matrix less to write.
+        own = gate.data_ptr() != gate_up.data_ptr()
+        return torch.nn.functional.silu(gate, inplace=own).mul_(up).mul_(weight.unsqueeze(1))
 
 
 class _Bf16Experts(Experts):
@@ -365,7 +370,7 @@ class _QuantizedExperts(Experts):
         if (len(each) - each.count(0)) * rows * columns <= _DECODED_ELEMENTS:
             if len(x) == 1 and max(each) == 1:
                 return run_one_token(x, expert, weight, self._gate_up, self._down, self._down_operand), counts
-            if padding_pays(each, 4 * rows * columns, _SMALL_ROUTES):
+            if padding_pays(each, 4 * rows * columns, _SMALL_ROUTES, _DECODING_CALL):
                 return run_padded(x, row, expert, weight, each, self._gate_up, self._down, self._down_operand), counts
         return super().run(x, row, expert, weight)
 

@@ -22,7 +22,7 @@ def round_e4m3(x: torch.Tensor, scale_format: ScaleFormat) -> torch.Tensor:
     Returns:
         Float32 ``[M, K]``.
     """
-    groups = x.float().view(len(x), -1, BLOCK)
+    groups = x.float().view(len(x), x.shape[1] // BLOCK, BLOCK)
     s, r = scale_and_multiplier(groups.abs().amax(-1, keepdim=True), scale_format)
     q = (groups * r).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
     half = e4m3_to_half_bits(q, torch.empty(q.shape, dtype=torch.int16))
