@@ -3,10 +3,11 @@
     python benchmarks/doors.py                                    # both families, 1 to 256 tokens
     python benchmarks/doors.py --families qwen3-moe --tokens 64 --samples 300
 
-The models are those of `megamoe demo` in BF16 with random weights, on the CPU. Samples of all implementations alternate
-in one process on the same tokens. The host's default is grouped_mm. FP8 experts have two baselines: the default on the
-BF16 experts that they were quantised from, and the default on the quantised weights themselves, dequantised to float32,
-everything else of the model being the same (the host's FP8 implementations need a GPU).
+The models are those of `megamoe demo` in BF16 with random weights, on the CPU. Every implementation is paired with the
+host's default, grouped_mm, in one process on the same tokens: in pairs, since among more the first and the last of each
+round would run after themselves, in caches of their own, and the others never. FP8 experts have two baselines: the
+default on the BF16 experts that they were quantised from, and the default on the quantised weights themselves,
+dequantised to float32, everything else of the model being the same (the host's FP8 implementations need a GPU).
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ Candidate = tuple[str, str]
 """Name of an implementation, and the format of its experts."""
 
 CANDIDATES: tuple[Candidate, ...] = (
-    (DEFAULT, "bf16"),
     ("eager", "bf16"),
     (hosted.STORED, "bf16"),
-    (DEFAULT, DEQUANTIZED),
     (hosted.QUANTIZED, "fp8_block"),
 )
+FIELDS = {"bf16": ("e2e_us", "default_us"), DEQUANTIZED: ("beside_float32_us", "default_float32_us")}
+"""By format of the default's experts: the row's own time and the default's in that pair."""
 PROTOCOL = (
-    "One forward of the whole model without cache, tokens in and logits out, on the host's clock; implementations "
-    "alternate A B B A."
+    "One forward of the whole model without cache, tokens in and logits out, on the host's clock, with the switch of "
+    "the implementation before it; pairs of one implementation and the host's default (default_us) alternate A B B A."
 )
 
 
@@ -90,8 +91,8 @@ def measure(family: str, arguments: argparse.Namespace, progress: Progress) -> l
     model = make_model(family)
     config = model.config
     which = candidates(config)
-    models = {stored: model for _, stored in which}
-    if DEQUANTIZED in models:
+    models = {"bf16": model, "fp8_block": model}
+    if (hosted.QUANTIZED, "fp8_block") in which:
         models[DEQUANTIZED] = dequantized(model)
     rows: list[results.Row] = []
     for tokens in arguments.tokens:
@@ -104,19 +105,25 @@ def measure(family: str, arguments: argparse.Namespace, progress: Progress) -> l
             return logits
 
         want = forward(DEFAULT, "bf16")
-        errors = {one: reference.relative_error(forward(*one), want) for one in which}
-        bar = progress.add_task(f"{family}, {tokens} tokens", total=arguments.samples * len(which))
-        load = os.getloadavg()[0]
-        times = alternate(
-            {", ".join(one): lambda one=one: forward(*one) for one in which},  # type: ignore[misc]
-            samples=arguments.samples,
-            warmup=5,
-            seconds=arguments.seconds,
-            on_sample=lambda bar=bar: progress.advance(bar),  # type: ignore[misc]
-        )
-        progress.remove_task(bar)
-        rows += [
-            {
+        for one in which:
+            name, stored = one
+            error = reference.relative_error(forward(*one), want)
+            bases = [base for base in ("bf16", DEQUANTIZED) if base == "bf16" or stored == "fp8_block"]
+            bar = progress.add_task(f"{family}, {tokens} tokens, {name}", total=len(bases))
+            load = os.getloadavg()[0]
+            pairs = {}
+            for base in bases:
+                calls = {"ours": lambda one=one: forward(*one), "base": lambda base=base: forward(DEFAULT, base)}
+                pairs[base] = alternate(
+                    calls,  # type: ignore[arg-type]
+                    samples=arguments.samples,
+                    warmup=5,
+                    seconds=arguments.seconds,
+                )
+                progress.advance(bar)
+                progress.refresh()
+            progress.remove_task(bar)
+            row = {
                 "model": f"tiny {family}",
                 "hidden": config.hidden_size,
                 "intermediate": config.moe_intermediate_size,
@@ -125,15 +132,16 @@ def measure(family: str, arguments: argparse.Namespace, progress: Progress) -> l
                 "topk": config.num_experts_per_tok,
                 "tokens": tokens,
                 "phase": "model forward",
-                "engine": engine_of(one[0]),
-                "format": one[1],
+                "engine": engine_of(name),
+                "format": stored,
                 "threads": torch.get_num_threads(),
                 "load_average": round(load, 2),
-                "e2e_us": results.timing(times[", ".join(one)]),
-                "error": errors[one],
+                "error": error,
             }
-            for one in which
-        ]
+            for base, times in pairs.items():
+                own, other = FIELDS[base]
+                row |= {own: results.timing(times["ours"]), other: results.timing(times["base"])}
+            rows.append(row)
     hosted.release(model)
     return rows
 
@@ -147,14 +155,12 @@ def lower_quartile(samples: list[float]) -> float:
 STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": median, "quartile": lower_quartile, "min": min}
 
 
-def speeds(rows: list[results.Row], row: results.Row, stored: str) -> dict[str, float] | None:
-    """Time of the host's default with experts in format `stored` over this row's, by statistic; None without such."""
-    for base in rows:
-        alike = all(base[name] == row[name] for name in ("model", "tokens"))
-        if alike and base["engine"] == engine_of(DEFAULT) and base["format"] == stored:
-            ours, other = row["e2e_us"]["samples"], base["e2e_us"]["samples"]
-            return {name: statistic(other) / statistic(ours) for name, statistic in STATISTICS.items()}
-    return None
+def speeds(row: results.Row, base: str = "bf16") -> dict[str, float] | None:
+    """Time of the host's default with experts in format `base` over this row's, by statistic; None without such."""
+    own, other = FIELDS[base]
+    if own not in row:
+        return None
+    return {name: of(row[other]["samples"]) / of(row[own]["samples"]) for name, of in STATISTICS.items()}
 
 
 def table(rows: list[results.Row]) -> Table:
@@ -166,7 +172,6 @@ def table(rows: list[results.Row]) -> Table:
 
     for row in rows:
         time = row["e2e_us"]
-        beside = speeds(rows, row, DEQUANTIZED) if row["format"] == "fp8_block" else None
         shown.add_row(
             row["model"],
             str(row["tokens"]),
@@ -174,8 +179,8 @@ def table(rows: list[results.Row]) -> Table:
             row["format"],
             f"{time['median'] / 1e3:.2f}",
             f"{time['min'] / 1e3:.2f}",
-            line(speeds(rows, row, "bf16")),
-            line(beside),
+            line(speeds(row)),
+            line(speeds(row, DEQUANTIZED)),
             f"{row['error']:.1e}",
         )
     return shown
@@ -199,7 +204,8 @@ def main() -> None:
     hosted.register(backend="cpu")
     console = Console(stderr=True)
     rows: list[results.Row] = []
-    with Progress(console=console, transient=True) as progress:
+    # Drawn between measurements only: one that is drawn during them takes time from the shorter forwards.
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
         for family in arguments.families:
             rows += measure(family, arguments, progress)
     if not arguments.no_write:
