@@ -204,7 +204,7 @@ def main() -> None:
     hosted.register(backend="cpu")
     console = Console(stderr=True)
     rows: list[results.Row] = []
-    # Drawn between measurements only: one that is drawn during them takes time from the shorter forwards.
+    # Drawn between measurements only, so that no thread of the display runs during one.
     with Progress(console=console, transient=True, auto_refresh=False) as progress:
         for family in arguments.families:
             rows += measure(family, arguments, progress)
