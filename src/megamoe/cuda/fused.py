@@ -27,6 +27,9 @@ __all__ = ["KERNEL", "SOURCE", "Buffers", "Maps", "fill_params", "job", "sizes_o
 SOURCE: Final = "mega_sm90.cu"
 KERNEL: Final = "mega"
 
+BOXES: Final = (128, 64, 32, 16, 8)
+"""Rows of the pools' tensor maps: a tile's rows in as few copies as they have binary digits."""
+
 _DTYPES: Final = {
     "u8": torch.uint8,
     "u32": torch.int32,  # torch's unsigned types lack operations; the bits are the same
@@ -41,7 +44,7 @@ _DTYPES: Final = {
 class Maps(ctypes.Structure):
     """The kernel's first parameter, see `tensor_maps` and `weight_maps`."""
 
-    _fields_ = (("pools", TensorMap * 4), ("weights", TensorMap * 2))
+    _fields_ = (("pools", TensorMap * (2 * len(BOXES))), ("weights", TensorMap * 2))
 
 
 def sizes_of(spec: MoESpec, ranks: int, max_tokens: int) -> Sizes:
@@ -133,13 +136,13 @@ def fill_params(
 
 
 def tensor_maps(own: Buffers) -> tuple[TensorMapSpec, ...]:
-    """Maps of the pools, in order: boxes of 128 rows of input and intermediate, then boxes of 8 rows."""
+    """Maps of the input pool, in boxes of `BOXES` rows, then those of the intermediate pool."""
     sizes = own.sizes
     pools = ((own.view("x_pool").data_ptr(), sizes.hidden), (own.view("h_pool").data_ptr(), sizes.intermediate))
     return tuple(
         TensorMapSpec(pointer, "uint8", (width, sizes.pool_rows), (width,), (BLOCK, rows))
-        for rows in (128, 8)
         for pointer, width in pools
+        for rows in BOXES
     )
 
 

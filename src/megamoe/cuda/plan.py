@@ -27,14 +27,16 @@ REGISTERS_PER_SM: Final = 65_536
 
 WIDE_TOKENS: Final = 128
 SWAP_TOKENS: Final = 64
+AMAX_ROWS: Final = 3
 WEIGHT_ROWS: Final = 256
-STAGING_BYTES: Final = 64 * (256 + 16)
-"""One staging buffer of a math warpgroup: 64 rows of 256 bytes, 16 bytes of padding each."""
+STAGING_BYTES: Final = 64 * (256 + 16) - 16
+"""One staging buffer of a math warpgroup: 64 rows of 256 bytes, 16 bytes of padding between two."""
 
 FACT_WORDS: Final = 6
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32
-PULL_ALIGNMENT: Final = 128
+COPY_ALIGNMENT: Final = 16
+"""Of bulk copies."""
 
 
 def _up(value: int, multiple: int) -> int:
@@ -102,11 +104,11 @@ class Plan:
         """Shared memory of one CTA."""
         stages = self.stages * (self.tile_tokens + WEIGHT_ROWS) * BLOCK
         staging = stages
-        pulled = _up(staging + 2 * self.staging_buffers * STAGING_BYTES, PULL_ALIGNMENT)
-        row_scales = _up(pulled + self.pulled_rows * sizes.hidden, PULL_ALIGNMENT)
+        pulled = _up(staging + 2 * self.staging_buffers * STAGING_BYTES, COPY_ALIGNMENT)
+        row_scales = _up(pulled + self.pulled_rows * sizes.hidden, COPY_ALIGNMENT)
         tile_scales = row_scales + self.stages * self.tile_tokens * 4
         amax = tile_scales + self.stages * 16
-        tables = amax + (2 * 8 * SWAP_TOKENS * 4 if self.swap else 0)
+        tables = amax + (AMAX_ROWS * SWAP_TOKENS * 4 if self.swap else 0)
         queue = _up(tables + sizes.local_experts * 12 + FACT_WORDS * 4, 16)
         barriers = queue + QUEUE_SLOTS * QUEUE_SLOT_BYTES
         total = barriers + (2 * self.stages + 4 * self.staging_buffers + self.pulled_rows + 2 * QUEUE_SLOTS) * 8
@@ -165,6 +167,13 @@ class Plan:
         if scales >= 1 << 32:
             raise EngineError(
                 "max_tokens", sizes.capacity, f"few enough for {scales} scales of the pools to have 32-bit indices", ""
+            )
+        if self.keep_intermediate and sizes.pool_rows * sizes.intermediate >= 1 << 32:
+            raise EngineError(
+                "plan.keep_intermediate",
+                f"{sizes.pool_rows} rows",
+                "few enough for 32-bit indices",
+                "Use fewer tokens.",
             )
         routing = (sizes.experts + sizes.ranks) * 4
         if routing > layout.staging:

@@ -33,4 +33,4 @@ def select_plan(sizes: Sizes, bound: int) -> Plan:
     plan = Plan(wide=True, swap=True)
     if sizes.hidden < 256 or sizes.intermediate < 256:
         plan = Plan(wide=False, swap=True)
-    return _fit(plan, sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 2, 1))
+    return _fit(plan, sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 3, 2, 1))

@@ -1,7 +1,8 @@
 // Dispatch: the dispatch warp of each CTA fetches token rows from their ranks and lays them into the expert-major pool.
 //
 // Rows are taken in pool order, dealt round robin to the CTAs, so that the experts fill up in the order in which the
-// schedule wants them. A row that several local experts use is fetched once, by its lowest pool row, and stored to all.
+// schedule wants them. A row that several local experts use is fetched once, by its lowest pool row, and stored to all:
+// the warp looks at 32 pool rows at a time and goes through those that fetch.
 // config::kPulledRows rows are in flight a CTA: about 1 MB over the GPU saturates NVLink, more only adds latency.
 // Lane d < kPulledRows fetches the d-th row of a round; lane d * k + j stores it for slot j.
 #pragma once
@@ -43,6 +44,9 @@ class Dispatch {
         arrived_(arrived(p, bank_of(fact(base, kEpoch)))),
         lane_(ptx::lane_index()),
         total_(fact(base, kTotalRoutes)),
+        batch_(blockIdx.x),
+        pending_(0),
+        seen_{0, kNoRow},
         rows_(base) {}
 
   MEGAMOE_DEVICE void run() {
@@ -56,17 +60,17 @@ class Dispatch {
 
     const Smem bar = base_ + (FusedTile::kPulledBarriers + lane_ * 8);
     u32 parity = 0;
-    Row row = find(blockIdx.x);
+    Row row = take();
     Target target = find_target(row);
 #pragma unroll 1
-    for (u32 first = blockIdx.x; first < total_; first += gridDim.x * kInFlight) {
+    while (ptx::shfl(row.token, 0) != kNoRow) {
       const bool fetches = row.token != kNoRow;
       if (fetches) {
         ptx::mbarrier_arrive_expect_tx(bar, kHidden);
         ptx::bulk_load(buffer(lane_), arena::x(p_, row.source) + static_cast<u64>(row.token) * kHidden, kHidden, bar);
       }
       // While the rows are on their way: the next round's rows, then this round's scales.
-      const Row next = find(first + gridDim.x * kInFlight);
+      const Row next = take();
       copy_scales(row, target);
       const Target next_target = find_target(next);
       if (fetches) {
@@ -99,12 +103,28 @@ class Dispatch {
 
   MEGAMOE_DEVICE Smem buffer(u32 d) const { return base_ + (FusedTile::kPulled + d * kHidden); }
 
-  // What this lane fetches in the round that starts at route `first`.
-  MEGAMOE_DEVICE Row find(u32 first) {
-    const u32 i = first + lane_ * gridDim.x;
-    if (lane_ >= kInFlight || i >= total_) return {0, kNoRow};
-    const Route route = load_route(p_, rows_.row(i));
-    return {route.source, route.first ? route.route / kTopk : kNoRow};
+  // What this lane fetches in the next round; behind the last one, nothing in any lane.
+  MEGAMOE_DEVICE Row take() {
+    while (pending_ == 0) {
+      if (batch_ >= total_) return {0, kNoRow};
+      const u32 i = batch_ + lane_ * gridDim.x;
+      batch_ += 32 * gridDim.x;
+      bool fetches = false;
+      if (i < total_) {
+        const Route route = load_route(p_, rows_.row(i));
+        seen_ = {route.source, route.route / kTopk};
+        fetches = route.first;
+      }
+      pending_ = ptx::ballot(fetches);
+    }
+    u32 from = 32;  // lane d: the lane that saw the d-th of the pending rows
+#pragma unroll
+    for (u32 d = 0; d < kInFlight; ++d) {
+      if (lane_ == d && pending_ != 0) from = static_cast<u32>(__ffs(static_cast<int>(pending_))) - 1;
+      pending_ &= pending_ - 1;
+    }
+    const u32 source = ptx::shfl(seen_.source, from % 32), token = ptx::shfl(seen_.token, from % 32);
+    return {source, from < 32 ? token : kNoRow};
   }
 
   // Where this lane stores: slot lane % k of the row that lane lane / k fetches.
@@ -145,6 +165,9 @@ class Dispatch {
   Smem base_;
   u32* arrived_;
   u32 lane_, total_;
+  u32 batch_;    // first route of the next batch
+  u32 pending_;  // lanes whose row of the batch is still to be fetched
+  Row seen_;     // this lane's row of the batch
   PoolRows rows_;
 };
 

@@ -37,7 +37,7 @@ MEGAMOE_DEVICE Smem free_barrier(Smem base, u32 warpgroup, u32 buffer) {
 class Epilogue {
  public:
   MEGAMOE_DEVICE Epilogue(const Params& p, Smem base, u32 warpgroup, u32 warp, u32 lane)
-      : p_(p), base_(base), warpgroup_(warpgroup), warp_(warp), lane_(lane), flip_(0), ring_{0, 1} {}
+      : p_(p), base_(base), warpgroup_(warpgroup), warp_(warp), lane_(lane), exchange_(0), ring_{0, 1} {}
 
   // finals[4 j + 2 r + c]: row 16 w + l / 4 + 8 r, weight row 8 j + 2 (l % 4) + c; even j gate, odd j up.
   MEGAMOE_DEVICE void wide_first(const Tile& tile, float (&finals)[128]) {
@@ -84,11 +84,13 @@ class Epilogue {
     }
   }
 
-  // The scale group of a token lies over both warpgroups: their largest magnitudes meet in shared memory.
+  // The scale group of a token lies over both warpgroups: their largest magnitudes meet in shared memory, in one of
+  // three rows of words that start from zero. Behind the barrier everybody is done with the row of the tile before; it is
+  // cleared there and used again two tiles later, and the next tile's barrier lies between.
   template <int Tokens>
   MEGAMOE_DEVICE void swap_first(const Tile& tile, SwapTile<Tokens>& t) {
-    const Smem exchange = base_ + (FusedTile::kAmax + flip_ * 8 * kSwapTokens * 4);
-    flip_ ^= 1;  // a fast warp may start the next tile's exchange while a slow one still reads this one's
+    const Smem exchange = amax_row(exchange_), before = amax_row(exchange_ == 0 ? kAmaxRows - 1 : exchange_ - 1);
+    exchange_ = exchange_ + 1 == kAmaxRows ? 0 : exchange_ + 1;
     const Smem buffer = acquire();
 #pragma unroll
     for (int i = 0; i < Tokens / 4; ++i) {
@@ -104,17 +106,16 @@ class Epilogue {
       }
 #pragma unroll
       for (int d = 4; d < 32; d *= 2) amax = math::amax_combine(amax, ptx::shfl_xor(amax, d));
-      if (lane_ < 4) ptx::st_shared_u32(exchange + ((warpgroup_ * 4 + warp_) * kSwapTokens + token) * 4, amax);
+      if (lane_ < 4) ptx::red_max_shared(exchange + token * 4, amax);
     }
     ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+    if (const u32 thread = (warpgroup_ * 4 + warp_) * 32 + lane_; thread < kSwapTokens) {
+      ptx::st_shared_u32(before + thread * 4, 0u);
+    }
 #pragma unroll
     for (int i = 0; i < Tokens / 4; ++i) {
       const u32 j = i / 2, c = i % 2, token = 8 * j + 2 * (lane_ % 4) + c;
-      u32 amax = 0;
-#pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        amax = math::amax_combine(amax, ptx::ld_shared_u32(exchange + (w * kSwapTokens + token) * 4));
-      }
+      const u32 amax = ptx::ld_shared_u32(exchange + token * 4);
       const float largest = math::amax_value(amax), multiplier = math::quantisation_multiplier(largest);
       if (warpgroup_ == 0 && warp_ == 0 && lane_ < 4 && token < tile.rows) store_scale(tile, token, largest);
       const u32 both = math::quantise_pair(t.finals[0][4 * j + c], t.finals[1][4 * j + c], multiplier);
@@ -149,6 +150,8 @@ class Epilogue {
   }
 
  private:
+  MEGAMOE_DEVICE Smem amax_row(u32 which) const { return base_ + (FusedTile::kAmax + which * kSwapTokens * 4); }
+
   MEGAMOE_DEVICE Smem acquire() {
     ptx::mbarrier_wait(free_barrier(base_, warpgroup_, ring_.buffer), ring_.parity);
     return staging_buffer(base_, warpgroup_, ring_.buffer);
@@ -162,7 +165,7 @@ class Epilogue {
   // Before requantisation, for tests; only with a debugging plan.
   MEGAMOE_DEVICE void keep_intermediate(const Tile& tile, u32 token, u32 column, float h) {
     if constexpr (config::kKeepIntermediate) {
-      workspace::h_float(p_)[static_cast<u64>(tile.row + token) * kIntermediate + tile.column * 128 + column] = h;
+      workspace::h_float(p_)[(tile.row + token) * kIntermediate + tile.column * 128 + column] = h;
     }
   }
   MEGAMOE_DEVICE void store_scale(const Tile& tile, u32 token, float amax) {
@@ -173,7 +176,7 @@ class Epilogue {
 
   const Params& p_;
   Smem base_;
-  u32 warpgroup_, warp_, lane_, flip_;
+  u32 warpgroup_, warp_, lane_, exchange_;
   StagingRing ring_;
 };
 

@@ -9,10 +9,11 @@
 
 namespace megamoe {
 
-// Tensor maps of the two pools: boxes of 128 rows x 128 for full wide tiles, of 8 rows x 128
-// for all others. Then of row-major weights, boxes of 128 rows x 128; unused where they are tiles.
+// Tensor maps of the two pools: boxes of 128 >> i rows x 128, so that any multiple of 8 rows takes few copies. Then of
+// row-major weights, boxes of 128 rows x 128; unused where they are tiles.
+constexpr u32 kBoxes = 5;
 struct Maps {
-  CUtensorMap x_tile, h_tile, x_slice, h_slice;
+  CUtensorMap x[kBoxes], h[kBoxes];
   CUtensorMap w13, w2;
 };
 
@@ -57,7 +58,7 @@ class Feed {
     const Maps& maps;
     const Params& p;
     Smem base;
-    bool second, both, whole;
+    bool second, both;
     u32 blocks, row, token_rows;
     u32 half;          // weight tiles before this one's first; weight rows where they are row-major
     u32 weight_scale;  // floats before this tile's
@@ -67,8 +68,7 @@ class Feed {
       blocks = second ? kBlocks2 : kBlocks1;
       both = tile.column * kWeightRows + 128 < (second ? kHidden : 2 * kIntermediate);
       // Never a row of another expert: it may be in the making.
-      token_rows = (tile.rows + kSliceRows - 1) / kSliceRows * kSliceRows;
-      whole = token_rows == 128;
+      token_rows = (tile.rows + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
       half = (tile.expert * (second ? kHidden / 128 : 2 * kIntermediate / 128) + tile.column * 2) *
              (kRowMajorWeights ? 128 : blocks);
       weight_scale = (tile.expert * (second ? kTiles2 : kTiles1) + tile.column) * blocks * 4;
@@ -102,14 +102,12 @@ class Feed {
 
     MEGAMOE_DEVICE void tokens(u32 k, u32 stage) const {
       const Smem to = base + stage * FusedTile::kStageBytes;
-      if (whole) {
-        ptx::tma_load_2d(to, second ? &maps.h_tile : &maps.x_tile, full(stage), k * kBlockDepth, row);
-      } else {
-        const CUtensorMap* map = second ? &maps.h_slice : &maps.x_slice;
+      const CUtensorMap* map = second ? maps.h : maps.x;
 #pragma unroll 1
-        for (u32 r = 0; r < token_rows; r += kSliceRows) {
-          ptx::tma_load_2d(to + r * kBlockDepth, map, full(stage), k * kBlockDepth, row + r);
-        }
+      for (u32 box = kTileRows, r = 0; r < token_rows; box /= 2, ++map) {  // the binary digits of token_rows
+        if ((token_rows & box) == 0) continue;
+        ptx::tma_load_2d(to + r * kBlockDepth, map, full(stage), k * kBlockDepth, row + r);
+        r += box;
       }
       const float* scales = second ? workspace::h_pool_scales(p) : workspace::x_pool_scales(p);
       // 32-bit arithmetic (Plan.check proves that it suffices): from a 64-bit index ptxas 13.0.88 made an address without

@@ -21,7 +21,6 @@ constexpr u32 kExperts = kRanks * kLocalExperts;
 constexpr u32 kWeightRows = 256;                        // rows of w13 or w2 in one tile
 constexpr u32 kWeightTileBytes = 128 * kBlockDepth;     // one swizzled block of 128 rows x 128
 constexpr bool kRowMajorWeights = config::kRowMajorWeights;  // read through tensor maps; else contiguous blocks
-constexpr u32 kSliceRows = 8;                           // tokens of the narrow tensor map's box
 constexpr u32 kBlocks1 = kHidden / kBlockDepth;         // k-blocks of the first GEMM
 constexpr u32 kBlocks2 = kIntermediate / kBlockDepth;   // of the second
 constexpr u32 kTiles1 = kIntermediate / kBlockDepth;    // weight tiles of the first GEMM: one scale group each
@@ -35,6 +34,7 @@ constexpr bool kSwap = config::kSwap;
 constexpr u32 kSwapTokens = 64;
 constexpr u32 kTileTokens = kWide ? 128 : kSwapTokens;
 static_assert(kWide || kSwap, "at least one kind of tile");
+constexpr u32 kAmaxRows = 3;  // of kSwapTokens words each, see Epilogue::swap_first
 
 // Warps. Warpgroup 0 has one role a warp; 1 and 2 are math.
 enum Warp : u32 { kLoaderWarp = 0, kStoreWarp0 = 1, kStoreWarp1 = 2, kDispatchWarp = 3 };
@@ -97,7 +97,7 @@ struct FusedTile {
 
 // Staging: up to 64 rows of 256 bytes for each math warpgroup and buffer. The pitch spreads rows over the banks.
 constexpr u32 kStagingPitch = 256 + 16;
-constexpr u32 kStagingBuffer = kWarpgroupRows * kStagingPitch;
+constexpr u32 kStagingBuffer = kWarpgroupRows * kStagingPitch - 16;  // no padding behind the last row
 
 // Tables: three words for each local expert, then the call's facts.
 constexpr u32 kCountTable = FusedTile::kTables;

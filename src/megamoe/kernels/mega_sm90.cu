@@ -117,6 +117,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Smem base = ptx::shared_address(smem);
   Trace trace(p, static_cast<TraceRole>(kTraceMath0 + (threadIdx.x >= 256)), threadIdx.x == 128 || threadIdx.x == 256);
   trace(Event::kStart);
+  for (u32 i = threadIdx.x; i < (kSwap ? kAmaxRows * kSwapTokens : 0); i += kThreads) {
+    ptx::st_shared_u32(base + (FusedTile::kAmax + i * 4), 0u);
+  }
   if (threadIdx.x == 0) {
     init_fused_barriers(base);
     ptx::grid_dependency_wait();  // launched while the kernel before drains: nothing global is touched before

@@ -197,7 +197,10 @@ MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem so
   u32 all = 0;
 #pragma unroll 1
   for (u32 s = 0; s < kRanks; ++s) all += fact(base, kFailed) != 0 ? 0 : ptx::ld_shared_u32(sources + s * 4);
-  for (u32 i = blockIdx.x * kThreads + threadIdx.x; i < all; i += gridDim.x * kThreads) {
+  // Tokens are dealt to the CTAs in small groups: with few tokens, each CTA's chain of loads is then short.
+  constexpr u32 kGroup = 8;
+  const u32 first = (threadIdx.x / kGroup * gridDim.x + blockIdx.x) * kGroup + threadIdx.x % kGroup;
+  for (u32 i = first; i < all; i += gridDim.x * kThreads) {
     u32 s = 0, token = i;
     for (u32 n = ptx::ld_shared_u32(sources); token >= n; n = ptx::ld_shared_u32(sources + s * 4)) {
       token -= n;

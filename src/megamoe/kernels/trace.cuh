@@ -26,26 +26,26 @@ enum class Event : u32 {
 
 enum TraceRole : u32 { kTraceLoader, kTraceStore0, kTraceStore1, kTraceDispatch, kTraceMath0, kTraceMath1, kTraceRoles };
 
+// State is one register: the math warps have few to spare. It is the index of the next stamp in the whole array.
 class Trace {
  public:
-  MEGAMOE_DEVICE Trace(const Params& p, TraceRole role, bool records) {
-    if constexpr (config::kTrace) {
-      row_ = records ? workspace::trace(p) + (blockIdx.x * kTraceRoles + role) * kTraceEvents : nullptr;
-      count_ = 0;
-    }
+  MEGAMOE_DEVICE Trace(const Params& p, TraceRole role, bool records) : p_(p) {
+    if constexpr (config::kTrace) next_ = records ? (blockIdx.x * kTraceRoles + role) * kTraceEvents + 1 : 0;
   }
   MEGAMOE_DEVICE void operator()(Event event) {
     if constexpr (config::kTrace) {
-      if (row_ != nullptr && count_ + 1 < kTraceEvents) {
-        row_[++count_] = ptx::globaltimer() << 8 | static_cast<u32>(event);
-        row_[0] = count_;
-      }
+      const u32 count = next_ % kTraceEvents;  // 0: this thread does not record, or the row is full
+      if (count == 0) return;
+      u64* const words = workspace::trace(p_);
+      words[next_] = ptx::globaltimer() << 8 | static_cast<u32>(event);
+      *reinterpret_cast<u32*>(words + next_ - count) = count;  // the upper half stays zero
+      ++next_;
     }
   }
 
  private:
-  u64* row_;
-  u32 count_;
+  const Params& p_;
+  u32 next_;
 };
 
 }  // namespace megamoe

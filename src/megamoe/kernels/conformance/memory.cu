@@ -58,12 +58,14 @@ extern "C" __global__ void __launch_bounds__(128) memory_accesses(const __grid_c
     ptx::st_relaxed_gpu(p.words + 64, 0u);
     ptx::st_relaxed_gpu(p.longs + 64, static_cast<u64>(0));
     ptx::st_shared_u32(base + 1024, 0);
+    ptx::st_shared_u32(base + 1028, 17);
   }
   __syncthreads();
   // All threads on one counter: the sum does not depend on the order.
   ptx::red_add_relaxed_gpu(p.words + 64, t + 1);
   ptx::red_add_relaxed_sys(p.longs + 64, static_cast<u64>(t) << 30);
   ptx::atom_add_shared(base + 1024, t * 3);
+  ptx::red_max_shared(base + 1028, t % 2 == 0 ? t : 0x80000000u + t * 5 % 64);  // unsigned
   // Read-only loads, and shared memory in every width.
   const uint4 v = ptx::ld_global_nc_v4(p.bytes + t % 32 * 16);
   const int2 pair = ptx::ld_global_nc_int2(p.bytes + t % 64 * 8);
@@ -83,5 +85,5 @@ extern "C" __global__ void __launch_bounds__(128) memory_accesses(const __grid_c
     p.shared[80 + t] = ptx::ld_shared_u32(base + (384 + t * 4));
     p.shared[96 + t] = ptx::ld_shared_u32(base + (448 + t * 4));
   }
-  if (t == 0) p.shared[112] = ptx::ld_shared_u32(base + 1024);
+  if (t < 2) p.shared[112 + t] = ptx::ld_shared_u32(base + (1024 + t * 4));
 }

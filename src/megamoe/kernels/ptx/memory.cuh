@@ -33,6 +33,9 @@ MEGAMOE_DEVICE u32 atom_add_shared(Smem p, u32 v) {
   asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(p.address), "r"(v) : "memory");
   return old;
 }
+MEGAMOE_DEVICE void red_max_shared(Smem p, u32 v) {
+  asm volatile("red.relaxed.cta.shared.max.u32 [%0], %1;" ::"r"(p.address), "r"(v) : "memory");
+}
 MEGAMOE_DEVICE void st_shared_v4(Smem p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p.address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");

@@ -63,6 +63,9 @@ MEGAMOE_SIM_WORDS(u64, sys)
 MEGAMOE_DEVICE u32 atom_add_shared(Smem p, u32 v) {
   return static_cast<u32>(sim::atomic_add(p.pointer, v, 4, sim::Order::relaxed, sim::Scope::gpu));
 }
+MEGAMOE_DEVICE void red_max_shared(Smem p, u32 v) {
+  sim::atomic_max(p.pointer, v, 4, sim::Order::relaxed, sim::Scope::gpu);
+}
 MEGAMOE_DEVICE u32 atom_cas_acq_rel_sys(u32* p, u32 expected, u32 desired) {
   return static_cast<u32>(sim::atomic_cas(p, expected, desired, 4, sim::Order::acq_rel, sim::Scope::sys));
 }
