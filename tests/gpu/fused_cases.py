@@ -27,9 +27,11 @@ PLANS = {
     "wide": plan(swap=False),
     "swap": plan(wide=False, stages=4),
     "mixed": plan(),
-    "mixed-waves": plan(wave_experts=3),
+    # Small calls bring their rows while they list routes, but not here.
+    "dispatch": plan(direct_tokens=0),
+    "mixed-waves": plan(wave_experts=3, direct_tokens=0),
     "mixed-lag": plan(wave_experts=2, lag=1, staging_buffers=2, pulled_rows=2),
-    "swap-waves": plan(wide=False, stages=2, wave_experts=1, lag=2, pulled_rows=3),
+    "swap-waves": plan(wide=False, stages=2, wave_experts=1, lag=2, pulled_rows=3, direct_tokens=0),
 }
 
 

@@ -45,7 +45,7 @@ def test_bits_do_not_depend_on_plan_ranks_or_batch(small, ranks):
 
 
 @pytest.mark.parametrize("counts", [(0, 0, 0, 0), (5, 0, 0, 0), (0, 1, 100, 17), (130, 130, 0, 1)])
-@pytest.mark.parametrize("name", ["swap", "mixed", "mixed-lag"])
+@pytest.mark.parametrize("name", ["swap", "mixed", "dispatch", "mixed-lag", "swap-waves"])
 def test_uneven_ranks(small, counts, name):
     inputs = make_input(SMALL, sum(counts), "cuda")
     engine = make_engine(SMALL, small, ranks=4, plan=PLANS[name])

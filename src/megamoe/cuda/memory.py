@@ -25,7 +25,7 @@ from megamoe.cuda.gpu import Gpu
 from megamoe.cuda.launch import Library, TensorMaps, aligned
 from megamoe.cuda.peers import Arenas
 from megamoe.cuda.plan import Plan
-from megamoe.cuda.toolchain import compile_kernel
+from megamoe.cuda.toolchain import Policy, compile_kernel
 from megamoe.spec import ScaleFormat
 
 __all__ = ["ABORTED", "EXPIRED", "Expired", "Place", "Workspace", "find", "host_words", "release", "take"]
@@ -161,8 +161,9 @@ class Workspace:
         found = self._libraries.get(plan)
         if found is None:
             work = job(plan, self.sizes, self.driver.device(self.places[0].ordinal).arch)
-            # Time stamps cost a tracing plan a few spilled registers, which no other plan may have.
-            compiled = compile_kernel(work.source, work.config, work.arch, policy="warn" if plan.trace else None)
+            # What a debugging plan records costs a few spilled registers, which no other plan may have.
+            policy: Policy | None = "warn" if plan.trace or plan.keep_intermediate else None
+            compiled = compile_kernel(work.source, work.config, work.arch, policy=policy)
             found = self._libraries[plan] = Library(self.driver, compiled)
         return found
 

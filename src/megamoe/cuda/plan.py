@@ -32,7 +32,7 @@ WEIGHT_ROWS: Final = 256
 STAGING_BYTES: Final = 64 * (256 + 16) - 16
 """One staging buffer of a math warpgroup: 64 rows of 256 bytes, 16 bytes of padding between two."""
 
-FACT_WORDS: Final = 6
+FACT_WORDS: Final = 7
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32
 COPY_ALIGNMENT: Final = 16
@@ -68,6 +68,7 @@ class Plan:
         stages: depth of the operand ring.
         staging_buffers: staging buffers of a math warpgroup.
         pulled_rows: token rows that a CTA's dispatch warp has in flight.
+        direct_tokens: up to so many tokens of all ranks, rows are brought while the routes are listed, by all warps.
         wave_experts: experts of one wave of the tile order; None: all of a rank, so all first GEMMs come first.
         lag: waves by which the second GEMM stays behind the first.
         weights: how the weights lie in memory. The engine sets it to what was loaded; the bits are the same.
@@ -85,6 +86,7 @@ class Plan:
     stages: int = 3
     staging_buffers: int = 1
     pulled_rows: int = 1
+    direct_tokens: int = 1024
     wave_experts: int | None = None
     lag: int = 0
     weights: WeightLayout = "tiles"
@@ -196,6 +198,7 @@ class Plan:
             "kStages": self.stages,
             "kStagingBuffers": self.staging_buffers,
             "kPulledRows": self.pulled_rows,
+            "kDirectTokens": self.direct_tokens,
             "kWaveExperts": min(self.wave_experts or sizes.local_experts, sizes.local_experts),
             "kLag": self.lag,
             "kRowMajorWeights": self.weights == "rows",

@@ -6,7 +6,7 @@
 // config::kPulledRows rows are in flight a CTA: about 1 MB over the GPU saturates NVLink, more only adds latency.
 // Lane d < kPulledRows fetches the d-th row of a round; lane d * k + j stores it for slot j.
 #pragma once
-#include "routing.cuh"
+#include "list.cuh"
 #include "trace.cuh"
 
 namespace megamoe {
@@ -50,7 +50,7 @@ class Dispatch {
         rows_(base) {}
 
   MEGAMOE_DEVICE void run() {
-    if (total_ == 0) return;
+    if (total_ == 0 || fact(base_, kDirect) != 0) return;
     Trace trace(p_, kTraceDispatch, lane_ == 0);
     bool listed = true;
     if (lane_ == 0) listed = wait_count(p_, Phase::kList, 0, barrier_word(p_, fact(base_, kEpoch), kListed), gridDim.x);
@@ -134,10 +134,7 @@ class Dispatch {
     if (d >= kInFlight || token == kNoRow) return {kNoRow, 0};
     const u32 to = targets_of(p_, source, token)[lane_ % kTopk];
     if (to == kNoRow) return {kNoRow, 0};
-    const u32 expert = workspace::routes(p_)[to].z;
-    const u32 within = to - ptx::ld_shared_u32(base_ + (kBaseTable + expert * 4));
-    const u32 tile = ptx::ld_shared_u32(base_ + (kTileTable + expert * 4)) + within / kTileTokens;
-    return {to, tile < p_.pool_tiles ? tile : 0};  // 0: only in a call that has failed, from an entry of an older one
+    return {to, pool_tile(p_, base_, workspace::routes(p_)[to].z, to)};
   }
 
   // By the whole warp, [row][block] at the source to [block][row] in the pool.

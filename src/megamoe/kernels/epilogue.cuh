@@ -45,7 +45,7 @@ class Epilogue {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const u32 row = warp_ * 16 + lane_ / 4 + 8 * r, token = warpgroup_ * kWarpgroupRows + row;
-      const float weight = workspace::pool_weights(p_)[tile.row + token];
+      const float weight = route_weight(tile, token);
       u32 amax = 0;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
@@ -95,7 +95,7 @@ class Epilogue {
 #pragma unroll
     for (int i = 0; i < Tokens / 4; ++i) {
       const u32 j = i / 2, c = i % 2, token = 8 * j + 2 * (lane_ % 4) + c;
-      const float weight = workspace::pool_weights(p_)[tile.row + token];
+      const float weight = route_weight(tile, token);
       u32 amax = 0;
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
@@ -150,6 +150,10 @@ class Epilogue {
   }
 
  private:
+  // Not of a row past the tile's: nothing orders its writing before this tile.
+  MEGAMOE_DEVICE float route_weight(const Tile& tile, u32 token) const {
+    return token < tile.rows ? workspace::pool_weights(p_)[tile.row + token] : 0.0f;
+  }
   MEGAMOE_DEVICE Smem amax_row(u32 which) const { return base_ + (FusedTile::kAmax + which * kSwapTokens * 4); }
 
   MEGAMOE_DEVICE Smem acquire() {

@@ -104,7 +104,7 @@ constexpr u32 kCountTable = FusedTile::kTables;
 constexpr u32 kBaseTable = kCountTable + kLocalExperts * 4;
 constexpr u32 kTileTable = kBaseTable + kLocalExperts * 4;
 constexpr u32 kFacts = kTileTable + kLocalExperts * 4;
-enum Fact : u32 { kEpoch, kTokens, kTotalRoutes, kTotalTiles, kFailed, kNextItem, kFactCount };
+enum Fact : u32 { kEpoch, kTokens, kTotalRoutes, kTotalTiles, kFailed, kNextItem, kDirect, kFactCount };
 static_assert(kFacts + kFactCount * 4 <= config::kQueueOffset, "tables end before the queue");
 
 MEGAMOE_DEVICE u32 fact(Smem base, Fact which) { return ptx::ld_shared_u32(base + (kFacts + which * 4)); }

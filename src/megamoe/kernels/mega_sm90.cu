@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (blockIdx.x == 0) push_counts(p, base, epoch, tokens);
     lay_out_pool(p, base, places, sources, epoch);
     trace(Event::kLaidOut);
-    list_routes(p, base, places, sources, epoch);
+    list_all(p, base, places, sources, epoch);
     trace(Event::kListed);
   }
   ptx::fence_proxy_async_shared();  // the stages are written by the copy engine from here on
@@ -157,10 +157,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
       ptx::role("store");
       if (blockIdx.x == 0 && warp == kStoreWarp0 && fact(base, kTotalTiles) == 0 && ptx::lane_index() == 0) {
-        // No route came here. A peer may start its next call, and overwrite the counts it sent here, once this rank is
-        // done: so not before every CTA has read them.
-        const bool listed = wait_count(p, Phase::kList, 0, barrier_word(p, fact(base, kEpoch), kListed), gridDim.x);
-        if (listed && !failed(base)) announce_done(p, fact(base, kEpoch));
+        finish_rank(p, base);  // no route came here
       }
       Scatter(p, base, warp - kStoreWarp0).run();
     }

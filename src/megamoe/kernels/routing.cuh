@@ -6,8 +6,7 @@
 // 2. push    When all CTAs of the rank have counted, CTA 0 pushes the counts to the experts' owners: one 8-byte word for
 //            each (source, local expert), the epoch in its upper half, so that data and flag arrive together.
 // 3. lay out Every CTA polls its own rank's words and derives counts, pool rows and tiles by itself (shared memory).
-// 4. list    Each CTA reads the routes of a share of all ranks' tokens and writes two tables: what each pool row holds,
-//            and where each token goes. A token's lowest pool row is the one that fetches it, for all its rows at once.
+// 4. list    Each CTA reads the routes of a share of all ranks' tokens (list.cuh).
 // A rank may go on to the next call only after every rank has finished this one (combine.cuh), so nothing here is read
 // after its owner overwrites it.
 #pragma once
@@ -30,6 +29,16 @@ struct Route {
 MEGAMOE_DEVICE Route load_route(const Params& p, u32 row) {
   const uint4 v = workspace::routes(p)[row];
   return {v.x & ~kFirstOfToken, (v.x & kFirstOfToken) != 0, v.y, v.z};
+}
+MEGAMOE_DEVICE void store_route(const Params& p, u32 row, u32 source, bool first, u32 route, int id) {
+  workspace::routes(p)[row] =
+      make_uint4(first ? source | kFirstOfToken : source, route, static_cast<u32>(id) - p.rank * kLocalExperts, 0);
+}
+// Token tile of a pool row of this expert.
+MEGAMOE_DEVICE u32 pool_tile(const Params& p, Smem base, u32 expert, u32 row) {
+  const u32 within = row - ptx::ld_shared_u32(base + (kBaseTable + expert * 4));
+  const u32 tile = ptx::ld_shared_u32(base + (kTileTable + expert * 4)) + within / kTileTokens;
+  return tile < p.pool_tiles ? tile : 0;  // 0: only in a call that has failed, from an entry of an older one
 }
 // Pool rows of a token's slots, kNoRow where a slot has no route on this rank.
 MEGAMOE_DEVICE u32* targets_of(const Params& p, u32 source, u32 token) {
@@ -190,51 +199,6 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
     }
   }
   __syncthreads();
-}
-
-// Step 4.
-MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {
-  u32 all = 0;
-#pragma unroll 1
-  for (u32 s = 0; s < kRanks; ++s) all += fact(base, kFailed) != 0 ? 0 : ptx::ld_shared_u32(sources + s * 4);
-  // Tokens are dealt to the CTAs in small groups: with few tokens, each CTA's chain of loads is then short.
-  constexpr u32 kGroup = 8;
-  const u32 first = (threadIdx.x / kGroup * gridDim.x + blockIdx.x) * kGroup + threadIdx.x % kGroup;
-  for (u32 i = first; i < all; i += gridDim.x * kThreads) {
-    u32 s = 0, token = i;
-    for (u32 n = ptx::ld_shared_u32(sources); token >= n; n = ptx::ld_shared_u32(sources + s * 4)) {
-      token -= n;
-      ++s;
-    }
-    const int* ids = arena::ids(p, s) + token * kTopk;
-    const u32* positions = arena::positions(p, s) + token * kTopk;
-    const float* weights = arena::route_weights(p, s) + token * kTopk;
-    u32 rows[kTopk], expert[kTopk], lowest = kNoRow;
-#pragma unroll
-    for (u32 j = 0; j < kTopk; ++j) {
-      const int id = ids[j];
-      expert[j] = static_cast<u32>(id) - p.rank * kLocalExperts;
-      rows[j] = kNoRow;
-      if (is_route(id) && expert[j] < kLocalExperts) {
-        rows[j] = ptx::ld_shared_u32(base + (kBaseTable + expert[j] * 4)) +
-                  ptx::ld_shared_u32(places + (s * kLocalExperts + expert[j]) * 4) + positions[j];
-        // A peer that gave the call up may be writing its next one there: such a call fails, but stays inside the pool.
-        if (rows[j] >= p.pool_rows) rows[j] = kNoRow;
-        lowest = rows[j] < lowest ? rows[j] : lowest;
-      }
-    }
-    u32* targets = targets_of(p, s, token);
-#pragma unroll
-    for (u32 j = 0; j < kTopk; ++j) {
-      targets[j] = rows[j];
-      if (rows[j] == kNoRow) continue;
-      workspace::pool_weights(p)[rows[j]] = weights[j];
-      workspace::routes(p)[rows[j]] =
-          make_uint4(rows[j] == lowest ? s | kFirstOfToken : s, token * kTopk + j, expert[j], 0);
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x == 0 && fact(base, kFailed) == 0) ptx::red_add_release_gpu(barrier_word(p, epoch, kListed), 1u);
 }
 
 }  // namespace megamoe

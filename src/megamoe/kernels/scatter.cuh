@@ -8,6 +8,14 @@
 
 namespace megamoe {
 
+// All results of this rank are stored. Once it is done, a peer may start its next call and overwrite the counts that it
+// sent here: so not before every CTA has read them.
+MEGAMOE_DEVICE void finish_rank(const Params& p, Smem base) {
+  const u32 epoch = fact(base, kEpoch);
+  const bool listed = wait_count(p, Phase::kList, 0, barrier_word(p, epoch, kListed), gridDim.x);
+  if (listed && !failed(base)) announce_done(p, epoch);
+}
+
 class Scatter {
  public:
   MEGAMOE_DEVICE Scatter(const Params& p, Smem base, u32 warpgroup)
@@ -101,7 +109,7 @@ class Scatter {
   // The last of the rank's result tiles tells every rank that its routes are complete here.
   MEGAMOE_DEVICE void tile_stored() {
     const u32 all = fact(base_, kTotalTiles) * kTiles2 * kMathWarpgroups, epoch = fact(base_, kEpoch);
-    if (ptx::atom_add_acq_rel_gpu(barrier_word(p_, epoch, kStored), 1u) + 1 == all) announce_done(p_, epoch);
+    if (ptx::atom_add_acq_rel_gpu(barrier_word(p_, epoch, kStored), 1u) + 1 == all) finish_rank(p_, base_);
   }
 
   const Params& p_;

@@ -1,8 +1,8 @@
 """The fused kernel in the simulator, several calls in each rank's stream: a rank may be a call ahead of its peers.
 
 Between two calls of a rank stands the kernel that stages its next inputs, or the fused kernel stages them. No rank
-waits for another one but through the kernel's own protocol, so a rank that has finished a call overwrites what the call read
-while its peers are still in it.
+waits for another one but through the kernel's own protocol, so a rank that has finished a call overwrites what the call
+read while its peers are still in it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _SWAP: Final = Plan(wide=False, stages=2)
 
 CASES: Final = {
     "calls": FusedCase(_SWAP, ((9, 4), (2, 11), (6, 6)), grid=2, spec=_SMALL),
+    "calls-dispatch": FusedCase(replace(_SWAP, direct_tokens=0), ((9, 4), (2, 11), (6, 6)), grid=2, spec=_SMALL),
     "calls-raw": FusedCase(_SWAP, ((9, 4), (2, 11), (6, 6)), grid=2, raw=torch.int32, spec=_SMALL),
     "calls-empty": FusedCase(_SWAP, ((0, 0), (0, 1), (0, 0), (3, 0)), grid=2, spec=_SMALL),
 }
