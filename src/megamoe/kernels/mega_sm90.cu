@@ -134,7 +134,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     clear_next_bank(p, epoch);
     if (p.x != nullptr) stage_own_rows(p, tokens);
     count_own_routes(p, places, epoch, tokens);
-    trace(Event::kCounted);
+    trace(Event::kCounted);  // before anybody is told, so that clocks can be compared
+    announce_counted(p, epoch);
     if (blockIdx.x == 0) push_counts(p, base, epoch, tokens);
     lay_out_pool(p, base, places, sources, epoch);
     trace(Event::kLaidOut);

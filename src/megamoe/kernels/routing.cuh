@@ -110,6 +110,8 @@ MEGAMOE_DEVICE void count_own_routes(const Params& p, Smem histogram, u32 epoch,
     const int id = ids[i];
     if (is_route(id)) positions[i] += ptx::ld_shared_u32(histogram + id * 4);
   }
+}
+MEGAMOE_DEVICE void announce_counted(const Params& p, u32 epoch) {
   __syncthreads();
   if (threadIdx.x == 0) ptx::red_add_release_gpu(barrier_word(p, epoch, kCounted), 1u);
 }

@@ -31,7 +31,6 @@ class Scatter {
       } else {
         store_intermediate(tile);
       }
-      trace_(Event::kStored);
     }
   }
 
@@ -104,6 +103,7 @@ class Scatter {
     ptx::bulk_wait<0>();
     ptx::fence_proxy_async();
     ptx::syncwarp();
+    trace_(Event::kStored);  // before anybody is told
   }
 
   // The last of the rank's result tiles tells every rank that its routes are complete here.
