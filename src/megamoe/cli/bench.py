@@ -129,7 +129,7 @@ def _scale(values: dict[str, Any], given: set[str]) -> None:
         chosen["tokens"] = _numbers(values["tokens"])
     if values["devices"] is not None:
         chosen["devices"] = _numbers(values["devices"], "devices", "--devices 0,1")
-    out = values["out"] if values["out"] is not None else Path()
+    out = Path(values["out"] or ".")  # typer keeps what was written
     scale.scale(chosen, out, resume=values["resume"], as_json=values["as_json"])
 
 
