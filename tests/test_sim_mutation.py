@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,28 +45,41 @@ def test_a_bug_of_each_class_in_the_projects_kernels_is_found(what: str) -> None
     assert noticed, f"{what}: nothing noticed {[o.site for o in outcomes]}"
 
 
-def test_counters_of_an_earlier_call_are_found_out(tmp_path: Path) -> None:
-    """Flag reuse: one bank of counters for all calls instead of two."""
-    shutil.copytree(KERNELS, tmp_path / "kernels")
-    file = tmp_path / "kernels" / "sync.cuh"
-    right, wrong = "return epoch % kBanks;", "return 0;"
-    assert right in file.read_text()
-    file.write_text(file.read_text().replace(right, wrong))
-    with Runner(find("fused/swap")) as runner:
+@contextlib.contextmanager
+def planted(directory: Path, plan: str, file: str, right: str, wrong: str) -> Iterator[Runner]:
+    """`plan` with one line of the project's kernels changed."""
+    shutil.copytree(KERNELS, directory / "kernels")
+    changed = directory / "kernels" / file
+    assert right in changed.read_text()
+    changed.write_text(changed.read_text().replace(right, wrong))
 
-        def planted(launches: list[Launch]) -> list[Launch]:
-            return [
-                replace(x, kernel=Kernel(str(tmp_path / "kernels" / x.kernel.source), x.kernel.entry, x.kernel.config))
-                for x in launches
-            ]
+    def moved(launches: Iterable[Launch]) -> list[Launch]:
+        return [
+            replace(x, kernel=Kernel(str(directory / "kernels" / x.kernel.source), x.kernel.entry, x.kernel.config))
+            if (directory / "kernels" / x.kernel.source).exists()
+            else x
+            for x in launches
+        ]
 
+    with Runner(find(plan)) as runner:
         prepared = runner.prepared
         runner.prepared = replace(
-            prepared,
-            launches=planted(list(prepared.launches)),
-            again=[planted(list(stage)) for stage in prepared.again],
+            prepared, launches=moved(prepared.launches), again=[moved(stage) for stage in prepared.again]
         )
+        yield runner
+
+
+def test_counters_of_an_earlier_call_are_found_out(tmp_path: Path) -> None:
+    """Flag reuse: one bank of counters for all calls instead of two."""
+    with planted(tmp_path, "fused/swap", "sync.cuh", "return epoch % kBanks;", "return 0;") as runner:
         assert not all(runner.run(seed, checked=True).ok for seed in range(3))
+
+
+def test_a_rank_that_is_done_before_its_ctas_have_read_the_counts_is_found_out(tmp_path: Path) -> None:
+    """A peer then starts its next call and overwrites them; seldom, so in many schedules."""
+    right = "wait_count(p, Phase::kList, 0, barrier_word(p, epoch, kListed), gridDim.x)"
+    with planted(tmp_path, "fused/calls-empty", "scatter.cuh", right, "true") as runner:
+        assert not all(runner.run(seed).ok for seed in range(1, 151))
 
 
 def test_every_weakened_call_of_the_handshake_is_noticed() -> None:
