@@ -1,8 +1,7 @@
-"""A recorded call of the fused kernel: record it on a GPU, draw it."""
+"""A picture of one rank of a recorded call."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,13 +10,14 @@ import numpy.typing as npt
 
 from megamoe.cuda.trace import EVENTS, GROUPS, Recording
 
-__all__ = ["draw", "record"]
+__all__ = ["BINS", "COLOURS", "draw", "occupancy"]
 
-_BINS: Final = 600
+BINS: Final = 600
+"""Pieces of time of an occupancy."""
 _LANES: Final = 12
 """CTAs that are drawn one by one."""
 
-_COLOURS: Final = {
+COLOURS: Final = {  # of each event of `megamoe.cuda.trace.EVENTS`
     2: "#c7c7c7",
     3: "#9e9e9e",
     4: "#7a7a7a",
@@ -33,73 +33,16 @@ _COLOURS: Final = {
 }
 
 
-def record(
-    name: str, tokens: int, *, ranks: int = 1, routing: str = "random", experts_per_rank: int | None = None
-) -> Recording:
-    """One call on the current GPU, after a few to warm up, its inputs staged before; L2 flushed.
-
-    Args:
-        name: a model of `megamoe.bench.models`.
-        tokens: tokens on each rank.
-        ranks: ranks on this GPU.
-        routing: kind of `megamoe.bench.routing`.
-        experts_per_rank: by default those of one rank in a group of eight.
-
-    Raises:
-        EngineError: no GPU that the engine runs on.
-    """
-    import torch
-
-    from megamoe.bench import mega
-    from megamoe.bench.models import model
-    from megamoe.control import Control
-    from megamoe.cuda.engine import CudaEngine
-    from megamoe.engine import Placement
-
-    local = experts_per_rank or mega.EXPERTS_PER_RANK[name]
-    spec = replace(model(name).spec, experts=local * ranks)
-    engine = CudaEngine(spec, Placement(ranks=ranks, local=tuple(range(ranks))), Control(None), tokens, trace=True)
-    try:
-        device = engine.devices[0]
-        weights = [
-            replace(mega.random_weights(spec, local, device, seed=r), first_expert=r * local) for r in range(ranks)
-        ]
-        engine.load(weights)
-        plan = replace(engine.plan_for(tokens), trace=True)
-        engine.force_plan(plan)
-        engine.warmup(tokens)
-        calls, _ = mega.random_calls(spec, routing, tokens, engine.devices)
-        for _ in range(3):
-            engine.forward(calls)
-        engine.check()
-        torch.zeros(1 << 26, dtype=torch.int32, device=device).add_(1)  # more than the L2 holds
-        engine.launch_staged(calls)
-        engine.check()
-        stamps = tuple(engine.stamps(r).numpy() for r in range(ranks))
-    finally:
-        engine.close()
-    about = {
-        "model": name,
-        "tokens": tokens,
-        "ranks": ranks,
-        "experts_per_rank": local,
-        "routing": routing,
-        "plan": repr(plan),
-        "device": torch.cuda.get_device_name(device),
-    }
-    return Recording(stamps, about)
-
-
-def _occupancy(found: npt.NDArray[Any], roles: tuple[int, ...], ctas: int, end: int) -> dict[int, npt.NDArray[Any]]:
-    """For each event the part of a group's warps that are in it, over `_BINS` bins of time."""
+def occupancy(found: npt.NDArray[Any], roles: tuple[int, ...], ctas: int, end: int) -> dict[int, npt.NDArray[Any]]:
+    """For each event the part of a group's warps that are in it, over `BINS` bins of time."""
     own = found[np.isin(found["role"], roles)]
-    width = max(end, 1) / _BINS
+    width = max(end, 1) / BINS
     result = {}
     for event in np.unique(own["event"]):
         chosen = own[own["event"] == event]
         # The integral of the number of open intervals, at each bin's edge: sum of what each has covered until then.
-        edges = np.arange(_BINS + 1) * width
-        covered = np.zeros(_BINS + 1)
+        edges = np.arange(BINS + 1) * width
+        covered = np.zeros(BINS + 1)
         for key, sign in (("begin", 1.0), ("end", -1.0)):
             at = np.sort(chosen[key])
             before = np.searchsorted(at, edges)
@@ -127,12 +70,12 @@ def draw(recording: Recording, path: Path, rank: int = 0) -> None:
     scale, unit = (1e3, "us") if recording.unit == "ns" else (1.0, recording.unit)
     figure = Figure(figsize=(13, 9), layout="constrained")
     axes = figure.subplots(len(GROUPS) + 1, 1, sharex=True, height_ratios=[1] * len(GROUPS) + [4])
-    centres = (np.arange(_BINS) + 0.5) * end / _BINS / scale
+    centres = (np.arange(BINS) + 0.5) * end / BINS / scale
     for one, (group, roles) in zip(axes, GROUPS.items(), strict=False):
-        parts = _occupancy(found, roles, ctas, end)
+        parts = occupancy(found, roles, ctas, end)
         if parts:  # a rank without routes has idle roles
             heights = [np.clip(p, 0, 1) for p in parts.values()]
-            one.stackplot(centres, heights, colors=[_COLOURS.get(e, "black") for e in parts])
+            one.stackplot(centres, heights, colors=[COLOURS.get(e, "black") for e in parts])
         one.set(ylim=(0, 1), ylabel=group, yticks=[0, 1])
     lanes = axes[-1]
     chosen = np.unique(np.linspace(0, ctas - 1, min(_LANES, ctas)).round().astype(int))
@@ -141,7 +84,7 @@ def draw(recording: Recording, path: Path, rank: int = 0) -> None:
         for row, role in enumerate(drawn):
             own = found[(found["cta"] == cta) & (found["role"] == role)]
             bars = [(b / scale, (e - b) / scale) for b, e in zip(own["begin"], own["end"], strict=True)]
-            colours = [_COLOURS.get(int(e), "black") for e in own["event"]]
+            colours = [COLOURS.get(int(e), "black") for e in own["event"]]
             lanes.broken_barh(bars, (lane + row * 0.22, 0.2), facecolors=colours, linewidth=0)
     lanes.set(
         xlabel=unit,
@@ -152,7 +95,7 @@ def draw(recording: Recording, path: Path, rank: int = 0) -> None:
     )
     lanes.invert_yaxis()
     shown = sorted(int(e) for e in np.unique(found["event"]))
-    handles = [Patch(color=_COLOURS.get(e, "black"), label=EVENTS.get(e, str(e))) for e in shown]
+    handles = [Patch(color=COLOURS.get(e, "black"), label=EVENTS.get(e, str(e))) for e in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
     about = recording.about
     words = [str(about[k]) for k in ("model", "device") if k in about]

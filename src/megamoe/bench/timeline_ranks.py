@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from megamoe.bench.timeline import _BINS, _COLOURS, _occupancy
+from megamoe.bench.timeline import BINS, COLOURS, occupancy
 from megamoe.cuda.arena import Sizes
 from megamoe.cuda.fused import job, sizes_of
 from megamoe.cuda.plan import Plan
@@ -148,17 +148,17 @@ def draw_ranks(recording: Recording, path: Path) -> None:
     figure = Figure(figsize=(13, 1 + 4.5 * ranks), layout="constrained")
     heights = [*[1] * len(GROUPS), 2.5] * ranks
     axes = iter(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
-    centres = (np.arange(_BINS) + 0.5) * end / _BINS / scale
+    centres = (np.arange(BINS) + 0.5) * end / BINS / scale
     for rank, stamps in enumerate(recording.stamps):
         found, ctas = every[every["rank"] == rank], len(stamps)
         for number, (group, roles) in enumerate(GROUPS.items()):
             one = next(axes)
-            parts = _occupancy(found, roles, ctas, end)
+            parts = occupancy(found, roles, ctas, end)
             if parts:  # a rank without routes has idle roles
                 one.stackplot(
                     centres,
                     [np.clip(p, 0, 1) for p in parts.values()],
-                    colors=[_COLOURS.get(event, "black") for event in parts],
+                    colors=[COLOURS.get(event, "black") for event in parts],
                 )
             one.set(ylim=(0, 1), ylabel=group, yticks=[0, 1])
             if number == 0:
@@ -170,13 +170,13 @@ def draw_ranks(recording: Recording, path: Path) -> None:
             for row, role in enumerate(_DRAWN_ROLES):
                 own = found[(found["cta"] == cta) & (found["role"] == role)]
                 bars = [(b / scale, (e - b) / scale) for b, e in zip(own["begin"], own["end"], strict=True)]
-                colours = [_COLOURS.get(int(event), "black") for event in own["event"]]
+                colours = [COLOURS.get(int(event), "black") for event in own["event"]]
                 lanes.broken_barh(bars, (lane + row * 0.22, 0.2), facecolors=colours, linewidth=0)
         lanes.set(yticks=np.arange(len(chosen)) + 0.44, yticklabels=[str(cta) for cta in chosen], ylabel="CTA")
         lanes.invert_yaxis()
     lanes.set(xlabel=unit, xlim=(0, end / scale))
     shown = sorted(int(event) for event in np.unique(every["event"]))
-    handles = [Patch(color=_COLOURS.get(event, "black"), label=EVENTS.get(event, str(event))) for event in shown]
+    handles = [Patch(color=COLOURS.get(event, "black"), label=EVENTS.get(event, str(event))) for event in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
     about = recording.about
     words = [str(about[k]) for k in ("model", "device") if k in about]
