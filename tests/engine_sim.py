@@ -147,9 +147,14 @@ class World:
         bound: int = 16,
         out: torch.Tensor | None = None,
         rank: int = 0,
+        plain: bool | None = None,
     ) -> Call:
-        """A call on tensors of the arena (others are placed there); `out` is poisoned with 7."""
-        place = [t if t is None or self._inside(t) else self.place(t) for t in (x, scales, ids, weights)]
+        """A call on tensors of the arena (others are placed there); `out` is poisoned with 7. `plain` as the check of a
+        call's arguments finds it, unless given: then the fused kernel stages the call."""
+        if plain is None:
+            plain = scales is None and all(t.is_contiguous() for t in (x, ids, weights))
+        owner = rank if plain else 0  # a staging kernel runs on the stream that rank 0 has
+        place = [t if t is None or self._inside(t) else self.place(t, rank=owner) for t in (x, scales, ids, weights)]
         if out is None:
             out = self.place(torch.full((x.shape[0], x.shape[1]), 7.0).bfloat16(), rank=rank)
         count = x.shape[0] if num_tokens is None else num_tokens
@@ -161,6 +166,7 @@ class World:
             out=out,
             num_tokens=count,
             bound=bound,
+            plain=plain,
         )
 
     def _inside(self, tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from engine_sim import World, world
 from megamoe import MoESpec, reference
 from megamoe.cuda import memory
+from megamoe.cuda.hosted import HostedRank
 from megamoe.cuda.plan import Plan
 from megamoe.errors import ClosedError, DeadlineError, EngineError, InputError, PeerError
 from megamoe.formats import fp8_block
@@ -38,14 +39,15 @@ def wanted(weights, call, spec=SPEC):
     return reference.forward(spec, weights, *call)
 
 
-def test_a_call_is_one_staging_launch_and_one_kernel(sim, weights):
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_call_is_one_kernel_or_a_staging_launch_more(sim, weights, plain):
     engine = sim.engine(SPEC, plan=PLAN)
     engine.load([weights])
     given = make_call(SPEC, 11)
-    call = sim.call(*given)
+    call = sim.call(*given, plain=plain)
     sim.driver.names.clear()
     engine.forward([call])
-    assert sim.driver.names == ["stage_call", "mega"]
+    assert sim.driver.names == (["mega"] if plain else ["stage_call", "mega"])
     assert reference.relative_error(call.out, wanted(weights, given)) < BOUND
     assert engine.stats(0).tolist() == [int((given[1] == e).sum()) for e in range(SPEC.experts)]
     engine.clear_stats()
@@ -69,6 +71,39 @@ def test_any_strides_give_the_same_bits(sim, weights, id_type):
         call = sim.call(*tensors)
         engine.forward([call])
         assert torch.equal(call.out, base.out)
+
+
+@pytest.mark.parametrize("direct", [0, 1024])
+@pytest.mark.parametrize("id_type", [torch.int32, torch.int64])
+def test_the_kernel_stages_as_the_staging_kernel_does(sim, weights, id_type, direct):
+    engine = sim.engine(SPEC, plan=Plan(wide=False, stages=2, direct_tokens=direct))
+    engine.load([weights])
+    x, ids, route_weights = make_call(SPEC, 13)
+    apart = sim.call(x, ids.int(), route_weights, plain=False)
+    engine.forward([apart])
+    count = sim.place(torch.tensor([9], dtype=torch.int32))
+    for tokens in (None, count):
+        call = sim.call(x, ids.to(id_type), route_weights, num_tokens=tokens)
+        sim.driver.names.clear()
+        engine.forward([call])
+        engine.check()
+        assert sim.driver.names == ["mega"]
+        rows = 13 if tokens is None else 9
+        assert torch.equal(call.out[:rows], apart.out[:rows])
+        assert bool((call.out[rows:] == 7).all())
+    # Rows that its loads do not take as they lie go through the staging kernel (torch copies them: see tests/gpu).
+    assert not HostedRank.stages_itself(sim.call(sim.place(x, offset=4), ids.to(id_type), route_weights, plain=True))
+
+
+def test_ids_that_32_bits_do_not_hold(sim, weights):
+    engine = sim.engine(SPEC, plan=PLAN)
+    engine.load([weights])
+    x, ids, route_weights = make_call(SPEC, 5)
+    ids = ids.long()
+    ids[2, 0] = (1 << 32) + 1  # 1 in its lower half
+    engine.forward([sim.call(x, ids, route_weights)])
+    with pytest.raises(InputError, match="expert_ids"):
+        engine.check()
 
 
 def test_quantised_input_with_strides(sim, weights):

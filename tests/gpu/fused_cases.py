@@ -97,7 +97,7 @@ def make_engine(
 def call_engine(
     engine: CudaEngine, inputs: Sequence[tuple[torch.Tensor, ...]], *, bound: int | None = None
 ) -> list[torch.Tensor]:
-    """One call, poisoned outputs, waited for and checked."""
+    """One call, poisoned outputs, waited for and checked. The kernel stages even numbers of tokens itself."""
     calls = []
     for x, ids, weights in inputs:
         out = torch.full_like(x, float("nan"))
@@ -110,6 +110,7 @@ def call_engine(
                 out=out,
                 num_tokens=x.shape[0],
                 bound=bound or max(1, max(i[0].shape[0] for i in inputs)),
+                plain=x.shape[0] % 2 == 0 and all(t.is_contiguous() for t in (x, ids, weights)),
             )
         )
     engine.forward(calls)

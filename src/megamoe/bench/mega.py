@@ -139,6 +139,7 @@ def random_calls(
                 out=torch.empty_like(x),
                 num_tokens=tokens,
                 bound=tokens,
+                plain=True,
             )
         )
     return calls, ids

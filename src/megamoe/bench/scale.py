@@ -273,8 +273,8 @@ def _compile(jobs: Sequence[Job], tick: Callable[[int], None]) -> None:
 
 
 def _pool(scale: Scale) -> int:
-    """Tokens of the one-rank layer: all of a call."""
-    return scale.ranks * max(scale.checked[2])
+    """Tokens of the one-rank layer: all of a call, and as many as one rank has, so that replays can start elsewhere."""
+    return (scale.ranks + 1) * max(scale.checked[2])
 
 
 def _keys(scale: Scale) -> Row:

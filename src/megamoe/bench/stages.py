@@ -123,7 +123,14 @@ def rows_of(
         engine.load([weights])
         out = torch.empty_like(x)
         call = Call(
-            x=x, scales=None, expert_ids=ids, expert_weights=route_weights, out=out, num_tokens=tokens, bound=tokens
+            x=x,
+            scales=None,
+            expert_ids=ids,
+            expert_weights=route_weights,
+            out=out,
+            num_tokens=tokens,
+            bound=tokens,
+            plain=all(t.is_contiguous() for t in given),
         )
         engine.forward([call])
         engine.check()

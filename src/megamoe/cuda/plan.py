@@ -148,6 +148,8 @@ class Plan:
             raise EngineError(
                 "plan.pulled_rows", self.pulled_rows, f"at most {32 // sizes.topk} with top-{sizes.topk}", "Use fewer."
             )
+        if self.direct_tokens < 0:
+            raise EngineError("plan.direct_tokens", self.direct_tokens, "0 or more", "")
         if self.wave_experts is not None and self.wave_experts < 1:
             raise EngineError("plan.wave_experts", self.wave_experts, "None or at least 1", "")
         if self.lag < 0:
@@ -213,6 +215,7 @@ class Plan:
             "kRowScalesOffset": layout.row_scales,
             "kTileScalesOffset": layout.tile_scales,
             "kAmaxOffset": layout.amax,
+            "kAmaxRows": AMAX_ROWS,
             "kTablesOffset": layout.tables,
             "kQueueOffset": layout.queue,
             "kQueueSlots": QUEUE_SLOTS,

@@ -34,7 +34,8 @@ constexpr bool kSwap = config::kSwap;
 constexpr u32 kSwapTokens = 64;
 constexpr u32 kTileTokens = kWide ? 128 : kSwapTokens;
 static_assert(kWide || kSwap, "at least one kind of tile");
-constexpr u32 kAmaxRows = 3;  // of kSwapTokens words each, see Epilogue::swap_first
+constexpr u32 kAmaxRows = config::kAmaxRows;  // of kSwapTokens words each, see Epilogue::swap_first
+static_assert(kAmaxRows == 3, "one in use, one being cleared, one between");
 
 // Warps. Warpgroup 0 has one role a warp; 1 and 2 are math.
 enum Warp : u32 { kLoaderWarp = 0, kStoreWarp0 = 1, kStoreWarp1 = 2, kDispatchWarp = 3 };

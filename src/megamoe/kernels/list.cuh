@@ -50,10 +50,19 @@ MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem so
     const int* ids = arena::ids(p, t.source) + t.token * kTopk;
     const u32* positions = arena::positions(p, t.source) + t.token * kTopk;
     const float* weights = arena::route_weights(p, t.source) + t.token * kTopk;
+    // Each word is read once: a peer that gave the call up may be writing its next one there, and what is checked must be
+    // what is used.
+    int id[kTopk];
+    float weight[kTopk];
     u32 rows[kTopk], lowest = kNoRow;
 #pragma unroll
     for (u32 j = 0; j < kTopk; ++j) {
-      rows[j] = pool_row(p, base, places, t.source, ids[j], positions[j]);
+      id[j] = ids[j];
+      weight[j] = weights[j];
+    }
+#pragma unroll
+    for (u32 j = 0; j < kTopk; ++j) {
+      rows[j] = pool_row(p, base, places, t.source, id[j], positions[j]);
       lowest = rows[j] < lowest ? rows[j] : lowest;
     }
     u32* targets = targets_of(p, t.source, t.token);
@@ -61,8 +70,8 @@ MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem so
     for (u32 j = 0; j < kTopk; ++j) {
       targets[j] = rows[j];
       if (rows[j] == kNoRow) continue;
-      workspace::pool_weights(p)[rows[j]] = weights[j];
-      store_route(p, rows[j], t.source, rows[j] == lowest, t.token * kTopk + j, ids[j]);
+      workspace::pool_weights(p)[rows[j]] = weight[j];
+      store_route(p, rows[j], t.source, rows[j] == lowest, t.token * kTopk + j, id[j]);
     }
   }
 }

@@ -1,13 +1,14 @@
 // The routed experts of one MoE layer, expert-parallel, as one persistent kernel a rank (sm_90a).
 //
-// A token's way: its row is staged (e4m3) in its rank's arena, here or before the launch -> routing tells the experts' rank where it goes -> the
-// dispatch warp fetches it over NVLink into the expert-major pool -> first GEMM, SwiGLU, requantisation -> intermediate
-// pool -> second GEMM -> BF16 row stored into the combine buffer of the token's rank -> combine -> output.
+// A token's way: its row is staged (e4m3) in its rank's arena, here or before the launch -> routing tells the experts' rank
+// where it goes -> a dispatch warp, or in small calls the warp that lists it, brings it over NVLink into the expert-major
+// pool -> first GEMM, SwiGLU, requantisation -> intermediate pool -> second GEMM -> BF16 row stored into the combine buffer
+// of the token's rank -> combine -> output.
 //
 // A CTA has 384 threads. All of them route; then each warp has its role:
 //   warp 0        loader    takes tiles, fills their stages (feed.cuh)
 //   warps 1, 2    store     take staged rows of math warpgroup 0 and 1 (scatter.cuh)
-//   warp 3        dispatch  fetches token rows (dispatch.cuh)
+//   warp 3        dispatch  fetches token rows (dispatch.cuh), unless they were brought while listing (list.cuh)
 //   warps 4 - 11  math      two warpgroups: WGMMA, promotion, epilogues, then combine
 //
 // Pipelines inside the CTA (layout.cuh has the counts; first wait of a consumer parity 0, of a producer 1)
@@ -22,9 +23,9 @@
 // Between CTAs and ranks (sync.cuh; counters banked by epoch, tags carry it)
 //   counted        every CTA -> CTA 0                own inputs staged, own routes counted and positioned
 //   counts[s][e]   rank s -> every CTA of this rank  tag and count in one word
-//   listed         every CTA -> dispatch warps       route table complete
+//   listed         every CTA -> dispatch warps       counts read and routes listed; also awaited before done
 //   taken          loaders                           tiles given out
-//   arrived[t]     dispatch warps -> loaders         pool rows of token tile t
+//   arrived[t]     dispatch, listing warps -> loaders  pool rows of token tile t
 //   halves[t]      store warps -> loaders            intermediate of token tile t, two a weight tile
 //   stored         store warps -> the last of them   result tiles of this rank
 //   done[r]        rank r -> math warps              all results of rank r are stored

@@ -27,7 +27,8 @@ MEGAMOE_DEVICE uint2 to_e4m3x8(const uint4& v, float multiplier) {
   return {quantize::to_e4m3x4(v.x, v.y, multiplier), quantize::to_e4m3x4(v.z, v.w, multiplier)};
 }
 
-// Where rows come from and go to. Strides are bytes from one row to the next.
+// Where rows come from and go to. Strides are bytes from one row to the next. The rows may be overwritten later in the same
+// launch (`out` may be `x`), so they are read by ordinary loads.
 struct Rows {
   const u8* x;
   u8* q;
@@ -51,8 +52,8 @@ MEGAMOE_DEVICE int load_id(const u8* at, bool wide) {
   return id == static_cast<int>(id) ? static_cast<int>(id) : kNotAnId;
 }
 
-// The groups of warp `warp`. Rows from `rows` on are not read, rows from the count on are not written. `power_scales`:
-// scales are powers of two.
+// The groups of warp `warp`. Rows from `rows` on are not read, rows from the count on are not written: a caller that knows
+// the count already gives it as `rows`. `power_scales`: scales are powers of two.
 template <u32 kHidden, int kCount>
 MEGAMOE_DEVICE void stage_rows(const Rows& a, u32 warp, u32 rows, const int* num_tokens, bool power_scales) {
   static_assert(kHidden % quantize::kGroup == 0, "a row must be whole groups");
@@ -68,7 +69,7 @@ MEGAMOE_DEVICE void stage_rows(const Rows& a, u32 warp, u32 rows, const int* num
     const u32 row = (first + 2 * i) / kGroupsPerRow, group = (first + 2 * i) % kGroupsPerRow;
     v[i] = make_uint4(0, 0, 0, 0);
     if (row < rows) {
-      v[i] = ptx::ld_global_nc_v4(a.x + row * a.x_stride + group * (2 * quantize::kGroup) + lane * kLoadBytes);
+      v[i] = *reinterpret_cast<const uint4*>(a.x + row * a.x_stride + group * (2 * quantize::kGroup) + lane * kLoadBytes);
     }
   }
   // Read behind the rows' loads: rows past the count are read (they exist) but not written.

@@ -18,7 +18,7 @@ from megamoe.sim.simulation import Launch, Simulation
 
 __all__ = ["simulated"]
 
-CASES = ("fused/swap", "fused/mixed", "fused/lag")
+CASES = ("fused/swap", "fused/mixed", "fused/lag", "fused/raw", "fused/raw-mixed")
 PRESENT = 1
 """The rank that runs where the other one is absent: not 0, which memory holds anyhow."""
 

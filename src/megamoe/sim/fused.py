@@ -37,9 +37,6 @@ from megamoe.weights import ExpertWeights
 
 __all__ = ["CASES", "FusedCase", "Ranks", "simulated"]
 
-ERROR: Final = 8e-3
-"""End-to-end bound of the numerical contract."""
-
 SPEC: Final = MoESpec(hidden=512, intermediate=256, experts=8, topk=2, clamp=10.0)
 
 
@@ -292,8 +289,8 @@ def _prepare(case: FusedCase, sim: Simulation) -> Prepared:
             for r, (given, out) in enumerate(zip(inputs, outs, strict=True)):
                 if given.q.shape[0]:
                     error = reference.relative_error(out, given.wanted)
-                    if not error < ERROR:
-                        return f"call {call}, rank {r}: relative error {error:.2e}, allowed {ERROR:.0e}"
+                    if not error < reference.LIMIT:
+                        return f"call {call}, rank {r}: relative error {error:.2e}, allowed {reference.LIMIT:.0e}"
         return None
 
     return Prepared(staged[0][2], check, again=[staged[1][2]], between=[lambda: ranks.write(staged[1][0])])

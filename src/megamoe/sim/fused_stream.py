@@ -19,7 +19,7 @@ import torch
 from megamoe import reference
 from megamoe.cuda.plan import Plan
 from megamoe.sim.build import Kernel
-from megamoe.sim.fused import ERROR, SPEC, FusedCase, Ranks
+from megamoe.sim.fused import SPEC, FusedCase, Ranks
 from megamoe.sim.plans import Prepared, SimPlan
 from megamoe.sim.simulation import Launch, Simulation
 
@@ -74,8 +74,8 @@ def _prepare(case: FusedCase, sim: Simulation) -> Prepared:
             for r, (given, out) in enumerate(zip(inputs, outs, strict=True)):
                 if given.q.shape[0]:
                     error = reference.relative_error(out, given.wanted)
-                    if not error < ERROR:
-                        return f"call {call}, rank {r}: relative error {error:.2e}, allowed {ERROR:.0e}"
+                    if not error < reference.LIMIT:
+                        return f"call {call}, rank {r}: relative error {error:.2e}, allowed {reference.LIMIT:.0e}"
         return None
 
     return Prepared(launches, check)
