@@ -103,10 +103,10 @@ def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 def write(path: Path, facts: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
     """Merge `rows` into the file at `path` and return the document written.
 
-    Each row is stamped with the commit and date in `facts`. The file is replaced in one step: a reader or a crash never
+    A row without a commit and a date gets those of `facts`. The file is replaced in one step: a reader or a crash never
     sees half of it.
     """
-    stamped = [{**row, "commit": facts["commit"], "date": facts["date"]} for row in rows]
+    stamped = [{**row, **{name: row.get(name, facts[name]) for name in ("commit", "date")}} for row in rows]
     old = load(path)["rows"] if path.exists() else []
     document = {**facts, "rows": merge(old, stamped)}
     path.parent.mkdir(parents=True, exist_ok=True)
