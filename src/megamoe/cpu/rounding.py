@@ -26,6 +26,6 @@ def round_e4m3(x: torch.Tensor, scale_format: ScaleFormat) -> torch.Tensor:
     s, r = scale_and_multiplier(groups.abs().amax(-1, keepdim=True), scale_format)
     q = (groups * r).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
     half = e4m3_to_half_bits(q, torch.empty(q.shape, dtype=torch.int16))
-    # Decoded like this, NaN has a finite value: what is infinite of the scales must be NaN for it. The rest is exact, in
+    # Decoded like this, NaN has a finite value: what is infinite of the scales must be NaN. The rest is exact, in
     # two steps: a power-of-two scale may be so large that only its product with a small value is finite.
     return half.float().mul_(HALF_SCALE).mul_(s + (s - s)).view(x.shape)
