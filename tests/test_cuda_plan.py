@@ -78,7 +78,9 @@ def test_shared_memory_regions_follow_each_other(s):
         layout.barriers,
     ]
     assert starts == sorted(starts)
-    assert layout.pulled_rows - layout.staging >= 2 * plan.staging_buffers * 64 * 272
+    assert layout.pulled_rows - layout.staging >= 2 * plan.staging_buffers * (
+        64 * 272 - 16
+    )  # no padding behind the last row
     assert layout.row_scales - layout.pulled_rows >= plan.pulled_rows * s.hidden
     assert layout.barriers - layout.tables >= s.local_experts * 12 + 24
     assert layout.barriers % 8 == 0
