@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megamoe.bench.timeline_ranks import draw_ranks
+from megamoe.bench.timeline import draw
 from megamoe.cli.app import main
 from megamoe.cuda.arena import TRACE_EVENTS, TRACE_ROLES
 from megamoe.cuda.clocks import Alignment, Exchange, align
@@ -159,7 +159,7 @@ def test_the_command_shows_both_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Clocks of the GPUs agree to" in capsys.readouterr().out
     pixels = [_height(path) for path in (picture, one)]
     assert pixels[0] != pixels[1]
-    draw_ranks(recording, tmp_path / "again.png")
+    draw(recording, tmp_path / "again.png")
     assert _height(tmp_path / "again.png") == pixels[0]
     assert _run("--devices", "0,a") == 2
     assert "Write --devices 0,1" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from megamoe.cuda.engine import CudaEngine
 from megamoe.cuda.fused import KERNEL
 from megamoe.cuda.plan import Plan
 from megamoe.engine import Call, Placement
+from megamoe.inputs import check_call
 from megamoe.spec import BLOCK, MoESpec
 from megamoe.weights import ExpertWeights
 
@@ -130,18 +131,8 @@ def random_calls(
     for r, device in enumerate(devices):
         g = torch.Generator(device).manual_seed(tokens * len(devices) + r)
         x = torch.randn(tokens, spec.hidden, generator=g, device=device).bfloat16()
-        calls.append(
-            Call(
-                x=x,
-                scales=None,
-                expert_ids=torch.from_numpy(ids[r]).to(device=device, dtype=torch.int32),
-                expert_weights=torch.from_numpy(weights[r]).to(device=device, dtype=torch.float32),
-                out=torch.empty_like(x),
-                num_tokens=tokens,
-                bound=tokens,
-                plain=True,
-            )
-        )
+        given = (torch.from_numpy(ids[r]).to(device), torch.from_numpy(weights[r]).to(device))
+        calls.append(check_call(spec, "fp8_block", tokens, device, x, *given))
     return calls, ids
 
 

@@ -99,6 +99,8 @@ class Scale:
         present = torch.cuda.device_count()
         if backend == "auto":
             backend = "cuda" if present else "cpu"
+        if ranks is not None and ranks < 1:
+            raise InputError("ranks", ranks, "a number from 1", "Leave it out for one on each GPU.")
         if not budget > 0:
             raise InputError("budget", budget, "seconds above 0", "The default is 540.")
         for name in models:

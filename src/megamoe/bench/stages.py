@@ -26,8 +26,9 @@ from megamoe.cuda.fused import Buffers
 from megamoe.cuda.plan import Plan
 from megamoe.demo_activations import byte_tokens, layer_input
 from megamoe.demo_checkpoint import make_checkpoint
-from megamoe.engine import Call, Placement
+from megamoe.engine import Placement
 from megamoe.formats import fp8_block
+from megamoe.inputs import check_call
 from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights
 
@@ -121,17 +122,7 @@ def rows_of(
     engine = CudaEngine(spec, Placement(ranks=1, local=(0,)), Control(None), tokens, deadline=10.0, plan=plan)
     try:
         engine.load([weights])
-        out = torch.empty_like(x)
-        call = Call(
-            x=x,
-            scales=None,
-            expert_ids=ids,
-            expert_weights=route_weights,
-            out=out,
-            num_tokens=tokens,
-            bound=tokens,
-            plain=all(t.is_contiguous() for t in given),
-        )
+        call = check_call(spec, "fp8_block", tokens, x.device, x, ids, route_weights)
         engine.forward([call])
         engine.check()
         staged = _Given(*fp8_block.quantize_activations(x, spec.input_scales), ids, route_weights)
@@ -149,7 +140,7 @@ def rows_of(
         "engine": "megamoe",
         "plan": mega.plan_name(plan),
     }
-    errors = {"gate-up": first, "down": second, "layer": reference.relative_error(out, want)}
+    errors = {"gate-up": first, "down": second, "layer": reference.relative_error(call.out, want)}
     return [{**shared, "phase": phase, "error": float(f"{error:.5g}")} for phase, error in errors.items()]
 
 

@@ -1,23 +1,19 @@
-"""One call of ranks that may be on several GPUs: record it, and draw all of them over one time axis."""
+"""Recording one call of ranks that may be on several GPUs."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from megamoe.bench.timeline import BINS, COLOURS, occupancy
 from megamoe.cuda.arena import Sizes
 from megamoe.cuda.fused import job, sizes_of
 from megamoe.cuda.plan import Plan
 from megamoe.cuda.toolchain import compile_kernel
-from megamoe.cuda.trace import EVENTS, GROUPS, Recording
+from megamoe.cuda.trace import Recording
 
-__all__ = ["draw_ranks", "record_ranks", "tracing_candidates", "tracing_plan"]
+__all__ = ["record_ranks", "tracing_candidates", "tracing_plan"]
 
 _CHANGES: Final[tuple[dict[str, Any], ...]] = (
     {},
@@ -26,12 +22,6 @@ _CHANGES: Final[tuple[dict[str, Any], ...]] = (
     {"role_registers": 64, "peek": False},
 )
 """What a plan gives up for the registers of the stamps, least first."""
-
-_LANES: Final = 4
-"""CTAs of each rank that are drawn one by one."""
-
-_DRAWN_ROLES: Final = (3, 0, 4, 1)
-"""Of such a CTA: dispatch, loader, math 0, store 0."""
 
 
 def tracing_candidates(plan: Plan) -> list[Plan]:
@@ -128,59 +118,3 @@ def record_ranks(
         "device": torch.cuda.get_device_name(where[0]),
     }
     return Recording(stamps, about, clocks=tuple(device.index or 0 for device in where))
-
-
-def draw_ranks(recording: Recording, path: Path) -> None:
-    """Write a picture of all ranks: of each, how many of every group of roles are in which phase, and a few CTAs.
-
-    Args:
-        recording: the stamps.
-        path: .png, .svg or .pdf.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    every = recording.intervals()
-    end = int(every["end"].max())
-    ranks = len(recording.stamps)
-    scale, unit = (1e3, "us") if recording.unit == "ns" else (1.0, recording.unit)
-    figure = Figure(figsize=(13, 1 + 4.5 * ranks), layout="constrained")
-    heights = [*[1] * len(GROUPS), 2.5] * ranks
-    axes = iter(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
-    centres = (np.arange(BINS) + 0.5) * end / BINS / scale
-    for rank, stamps in enumerate(recording.stamps):
-        found, ctas = every[every["rank"] == rank], len(stamps)
-        for number, (group, roles) in enumerate(GROUPS.items()):
-            one = next(axes)
-            parts = occupancy(found, roles, ctas, end)
-            if parts:  # a rank without routes has idle roles
-                one.stackplot(
-                    centres,
-                    [np.clip(p, 0, 1) for p in parts.values()],
-                    colors=[COLOURS.get(event, "black") for event in parts],
-                )
-            one.set(ylim=(0, 1), ylabel=group, yticks=[0, 1])
-            if number == 0:
-                where = f", GPU {recording.clocks[rank]}" if recording.clocks else ""
-                one.set_title(f"rank {rank}{where}", loc="left", fontsize=9)
-        lanes = next(axes)
-        chosen = np.unique(np.linspace(0, ctas - 1, min(_LANES, ctas)).round().astype(int))
-        for lane, cta in enumerate(chosen):
-            for row, role in enumerate(_DRAWN_ROLES):
-                own = found[(found["cta"] == cta) & (found["role"] == role)]
-                bars = [(b / scale, (e - b) / scale) for b, e in zip(own["begin"], own["end"], strict=True)]
-                colours = [COLOURS.get(int(event), "black") for event in own["event"]]
-                lanes.broken_barh(bars, (lane + row * 0.22, 0.2), facecolors=colours, linewidth=0)
-        lanes.set(yticks=np.arange(len(chosen)) + 0.44, yticklabels=[str(cta) for cta in chosen], ylabel="CTA")
-        lanes.invert_yaxis()
-    lanes.set(xlabel=unit, xlim=(0, end / scale))
-    shown = sorted(int(event) for event in np.unique(every["event"]))
-    handles = [Patch(color=COLOURS.get(event, "black"), label=EVENTS.get(event, str(event))) for event in shown]
-    figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
-    about = recording.about
-    words = [str(about[k]) for k in ("model", "device") if k in about]
-    words += [f"{k} {about[k]}" for k in ("tokens", "ranks", "experts_per_rank", "routing", "plan") if k in about]
-    if len(set(recording.clocks)) > 1:
-        words.append(f"clocks aligned to +-{recording.alignment().uncertainty / scale:.2f} {unit}")
-    figure.suptitle(", ".join(words), fontsize=8, wrap=True)
-    figure.savefig(path, dpi=120)

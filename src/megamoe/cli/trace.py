@@ -68,14 +68,10 @@ def command(
         recording.save(save)
     if perfetto is not None:
         write_chrome(recording, perfetto)
-    if plot is not None and together:
-        from megamoe.bench.timeline_ranks import draw_ranks
-
-        draw_ranks(recording, plot)
-    elif plot is not None:
+    if plot is not None:
         from megamoe.bench.timeline import draw
 
-        draw(recording, plot, rank)
+        draw(recording, plot, None if together else rank)
     if as_json:
         phases = [asdict(row) for row in phase_times(recording, rank)]
         document = {**recording.about, "unit": recording.unit, "rank": rank, "truncated": recording.truncated}
