@@ -82,7 +82,7 @@ def test_shared_memory_regions_follow_each_other(s):
         64 * 272 - 16
     )  # no padding behind the last row
     assert layout.row_scales - layout.pulled_rows >= plan.pulled_rows * s.hidden
-    assert layout.barriers - layout.tables >= s.local_experts * 12 + 28
+    assert layout.barriers - layout.tables >= s.local_experts * 12 + 64
     assert layout.barriers % 8 == 0
     assert layout.staging % 1024 == 0
 
@@ -96,6 +96,9 @@ def test_shared_memory_regions_follow_each_other(s):
         (Plan(role_registers=64, math_registers=232), "at most 65536"),
         (Plan(wave_experts=0), "at least 1"),
         (Plan(lag=-1), "0 or more"),
+        (Plan(link_bytes=-1), "plan.link_bytes: got -1; allowed: 0 or more"),
+        (Plan(carried_tokens=16), "plan.carried_tokens: got 16; allowed: 0, or 8 with wide and swap"),
+        (Plan(carried_tokens=8, swap=False), "0, or 8 with wide and swap"),
         (Plan(weights="columns"), "plan.weights: got columns; allowed: 'tiles' or 'rows'"),
     ],
 )

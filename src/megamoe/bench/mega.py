@@ -101,11 +101,12 @@ def floor_us(spec: MoESpec, ids: np.ndarray[Any, Any], local_experts: int) -> fl
 
 
 def plan_name(plan: Plan) -> str:
-    """Short name of a plan, as in result files: tiles, stages, staging buffers, rows in flight, waves."""
+    """Short name of a plan, as in results: tiles, carried tokens, stages, staging buffers, rows in flight, waves."""
     tiles = "+".join(name for name, on in (("wide", plan.wide), ("swap", plan.swap)) if on)
+    carried = f"-c{plan.carried_tokens}" if plan.carried_tokens else ""
     waves = "" if plan.wave_experts is None else f"-w{plan.wave_experts}"
     lag = f"-l{plan.lag}" if plan.lag else ""
-    return f"{tiles}-s{plan.stages}-b{plan.staging_buffers}-p{plan.pulled_rows}{waves}{lag}"
+    return f"{tiles}{carried}-s{plan.stages}-b{plan.staging_buffers}-p{plan.pulled_rows}{waves}{lag}"
 
 
 def _kernel_times(profile: Any, ranks: Sequence[int], skipped: int) -> list[float]:

@@ -26,6 +26,8 @@ _CHANGES: Final[tuple[dict[str, Any], ...]] = (
 
 def tracing_candidates(plan: Plan) -> list[Plan]:
     """`plan` with time stamps, and its neighbours that have more registers for them."""
+    if plan.carried_tokens:  # no registers to spare: without the carried tokens there are
+        plan = replace(plan, carried_tokens=0, role_registers=Plan.role_registers, math_registers=Plan.math_registers)
     return [replace(plan, trace=True, **change) for change in _CHANGES]
 
 

@@ -32,7 +32,7 @@ WEIGHT_ROWS: Final = 256
 STAGING_BYTES: Final = 64 * (256 + 16) - 16
 """One staging buffer of a math warpgroup: 64 rows of 256 bytes, 16 bytes of padding between two."""
 
-FACT_WORDS: Final = 7
+FACT_WORDS: Final = 16
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32
 COPY_ALIGNMENT: Final = 16
@@ -65,12 +65,17 @@ class Plan:
     Args:
         wide: tiles of up to 128 tokens on the M side of WGMMA.
         swap: tiles of up to 64 tokens on the N side. With both kinds, an expert's last tile is swapped if it can be.
+        carried_tokens: tokens beyond 128 that a full wide tile may carry, in the same pass over the weights: 0 or 8.
         stages: depth of the operand ring.
         staging_buffers: staging buffers of a math warpgroup.
         pulled_rows: token rows that a CTA's dispatch warp has in flight.
         direct_tokens: up to so many tokens of all ranks, rows are brought while the routes are listed, by all warps.
-        wave_experts: experts of one wave of the tile order; None: all of a rank, so all first GEMMs come first.
-        lag: waves by which the second GEMM stays behind the first.
+        wave_experts: experts of one wave of the tile order; None: all of a rank, so all first GEMMs come first, unless
+            `link_bytes` says otherwise.
+        lag: waves by which the second GEMM stays behind the first; with it, tiles of the two alternate.
+        link_bytes: what a CTA's share of the link sends to other ranks in the time of one k-block. A call whose results
+            would take longer than all second GEMMs alternates both GEMMs instead, in waves with a lag of one; each rank
+            finds out for itself, from the call's routing. 0: never.
         weights: how the weights lie in memory. The engine sets it to what was loaded; the bits are the same.
         peek: test the next stage's barrier under the last product of a k-block.
         trace: record time stamps (`Sizes.trace_words` must provide for them).
@@ -83,12 +88,14 @@ class Plan:
 
     wide: bool = True
     swap: bool = True
+    carried_tokens: int = 0
     stages: int = 3
     staging_buffers: int = 1
     pulled_rows: int = 1
     direct_tokens: int = 1024
     wave_experts: int | None = None
     lag: int = 0
+    link_bytes: int = 2300
     weights: WeightLayout = "tiles"
     peek: bool = True
     trace: bool = False
@@ -100,7 +107,7 @@ class Plan:
     @property
     def tile_tokens(self) -> int:
         """Token rows of a stage."""
-        return WIDE_TOKENS if self.wide else SWAP_TOKENS
+        return WIDE_TOKENS + self.carried_tokens if self.wide else SWAP_TOKENS
 
     def shared(self, sizes: Sizes) -> SharedLayout:
         """Shared memory of one CTA."""
@@ -124,6 +131,8 @@ class Plan:
         """
         if not (self.wide or self.swap):
             raise EngineError("plan", "neither wide nor swap", "at least one kind of tile", "Set wide or swap.")
+        if self.carried_tokens not in (0, 8) or (self.carried_tokens and not (self.wide and self.swap)):
+            raise EngineError("plan.carried_tokens", self.carried_tokens, "0, or 8 with wide and swap", "Use 0.")
         if sizes.hidden % BLOCK or sizes.intermediate % BLOCK:
             raise EngineError(
                 "plan",
@@ -154,6 +163,8 @@ class Plan:
             raise EngineError("plan.wave_experts", self.wave_experts, "None or at least 1", "")
         if self.lag < 0:
             raise EngineError("plan.lag", self.lag, "0 or more", "")
+        if self.link_bytes < 0:
+            raise EngineError("plan.link_bytes", self.link_bytes, "0 or more", "")
         if self.weights not in get_args(WeightLayout):
             raise EngineError("plan.weights", self.weights, " or ".join(map(repr, get_args(WeightLayout))), "")
         registers = 128 * self.role_registers + 256 * self.math_registers
@@ -197,6 +208,8 @@ class Plan:
             "kLocalExperts": sizes.local_experts,
             "kWide": self.wide,
             "kSwap": self.swap,
+            "kCarriedTokens": self.carried_tokens,
+            "kLinkBytes": self.link_bytes,
             "kStages": self.stages,
             "kStagingBuffers": self.staging_buffers,
             "kPulledRows": self.pulled_rows,

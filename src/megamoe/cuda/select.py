@@ -13,6 +13,13 @@ __all__ = ["MAX_SWAP_TOKENS_PER_EXPERT", "select_plan"]
 MAX_SWAP_TOKENS_PER_EXPERT = 48
 """Up to this many tokens an expert (mean of a full call) the time is the read of the weights: swapped tiles."""
 
+CARRYING_TOKENS_PER_EXPERT = (112, 288)
+"""Tokens an expert (mean of a full call) at which wide tiles carry a few more: beside one or two full tiles, a small
+one more would read all weights again. Beside many, that weighs less than the time that carrying takes."""
+
+CARRYING_TOPK = 8
+"""Largest top-k of plans that carry: their role warps have 40 registers, and the slots of a token want some."""
+
 
 def _fit(plan: Plan, sizes: Sizes, **changes: tuple[int, ...]) -> Plan:
     """`plan` with the first combination of values that fits into shared memory, later fields given up first."""
@@ -30,7 +37,12 @@ def select_plan(sizes: Sizes, bound: int) -> Plan:
     if routes <= MAX_SWAP_TOKENS_PER_EXPERT:
         plan = Plan(wide=False, swap=True)
         return _fit(plan, sizes, stages=(4, 3, 2), pulled_rows=(4, 2, 1), staging_buffers=(1,))
-    plan = Plan(wide=True, swap=True)
     if sizes.hidden < 256 or sizes.intermediate < 256:
-        plan = Plan(wide=False, swap=True)
-    return _fit(plan, sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 3, 2, 1))
+        return _fit(Plan(wide=False), sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 3, 2, 1))
+    low, high = CARRYING_TOKENS_PER_EXPERT
+    if low <= routes <= high and sizes.topk <= CARRYING_TOPK:
+        carrying = Plan(stages=3, staging_buffers=2, carried_tokens=8, role_registers=40, math_registers=232)
+        carrying = _fit(carrying, sizes, pulled_rows=(4, 3, 2, 1))
+        if carrying.shared(sizes).total <= SHARED_LIMIT:
+            return carrying
+    return _fit(Plan(), sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 3, 2, 1))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Final, get_args
 
 from megamoe.bench.models import MODELS
 from megamoe.cuda import fused, gemm, staging
@@ -17,6 +17,9 @@ from megamoe.cuda.toolchain import ARCHITECTURES, Job
 from megamoe.spec import ScaleFormat
 
 __all__ = ["Shipped", "shipped"]
+
+CARRYING: Final = {"flash": 1024, "pro": 1024, "mimo": 1024, "v3": 512, "qwen3": 512}
+"""A bound at which the plan of a model carries tokens."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def _fused() -> Iterator[Shipped]:
         for ranks in (1, 8):
             local = entry.spec.experts // 8
             sizes = fused.sizes_of(replace(entry.spec, experts=local * ranks), ranks, 8192)
-            for bound in (64, 8192):
+            for bound in (64, CARRYING[name], 8192):
                 yield from _layouts(f"fused-{name}-r{ranks}-m{bound}", sizes, bound)
 
 

@@ -13,16 +13,17 @@
 
 namespace megamoe {
 
-// Position in the ring of one warpgroup's staging buffers; its math warps and its store warp each keep one.
-struct StagingRing {
-  u32 buffer = 0, parity;
+// Position in the ring of one warpgroup's staging buffers; its math warps and its store warp each keep one, in one
+// register: uses so far, from kBuffers on for the math warps, whose first wait has parity 1.
+class StagingRing {
+ public:
+  MEGAMOE_DEVICE explicit StagingRing(u32 parity) : count_(parity * FusedTile::kBuffers) {}
+  MEGAMOE_DEVICE u32 buffer() const { return count_ % FusedTile::kBuffers; }
+  MEGAMOE_DEVICE u32 parity() const { return count_ / FusedTile::kBuffers % 2; }
+  MEGAMOE_DEVICE void advance() { ++count_; }
 
-  MEGAMOE_DEVICE void advance() {
-    if (++buffer == FusedTile::kBuffers) {
-      buffer = 0;
-      parity ^= 1;
-    }
-  }
+ private:
+  u32 count_;
 };
 MEGAMOE_DEVICE Smem staging_buffer(Smem base, u32 warpgroup, u32 buffer) {
   return base + (FusedTile::kStaging + (warpgroup * FusedTile::kBuffers + buffer) * kStagingBuffer);
@@ -37,14 +38,15 @@ MEGAMOE_DEVICE Smem free_barrier(Smem base, u32 warpgroup, u32 buffer) {
 class Epilogue {
  public:
   MEGAMOE_DEVICE Epilogue(const Params& p, Smem base, u32 warpgroup, u32 warp, u32 lane)
-      : p_(p), base_(base), warpgroup_(warpgroup), warp_(warp), lane_(lane), exchange_(0), ring_{0, 1} {}
+      : p_(p), base_(base), warpgroup_(warpgroup), warp_(warp), lane_(lane), exchange_(0), ring_(1) {}
 
   // finals[4 j + 2 r + c]: row 16 w + l / 4 + 8 r, weight row 8 j + 2 (l % 4) + c; even j gate, odd j up.
   MEGAMOE_DEVICE void wide_first(const Tile& tile, float (&finals)[128]) {
+    const u32 lane = ptx::fresh(lane_);
     const Smem buffer = acquire();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const u32 row = warp_ * 16 + lane_ / 4 + 8 * r, token = warpgroup_ * kWarpgroupRows + row;
+      const u32 row = warp_ * 16 + lane / 4 + 8 * r, token = warpgroup_ * kWarpgroupRows + row;
       const float weight = route_weight(tile, token);
       u32 amax = 0;
 #pragma unroll
@@ -54,26 +56,27 @@ class Epilogue {
           float& h = finals[8 * j + 2 * r + c];
           h = math::swiglu_clamped(h, finals[8 * j + 4 + 2 * r + c], weight, p_.clamp);
           amax = math::amax_bits(amax, h);
-          if (token < tile.rows) keep_intermediate(tile, token, 8 * j + 2 * (lane_ % 4) + c, h);
+          if (token < tile.rows) keep_intermediate(tile, token, 8 * j + 2 * (lane % 4) + c, h);
         }
       }
       amax = math::amax_combine(amax, ptx::shfl_xor(amax, 1));
       amax = math::amax_combine(amax, ptx::shfl_xor(amax, 2));
       const float largest = math::amax_value(amax), multiplier = math::quantisation_multiplier(largest);
-      if (lane_ % 4 == 0 && token < tile.rows) store_scale(tile, token, largest);
+      if (lane % 4 == 0 && token < tile.rows) store_scale(tile, token, largest);
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
         const u32 pair = math::quantise_pair(finals[8 * j + 2 * r], finals[8 * j + 2 * r + 1], multiplier);
-        ptx::st_shared_u16(buffer + (row * kStagingPitch + 8 * j + 2 * (lane_ % 4)), static_cast<ptx::u16>(pair));
+        ptx::st_shared_u16(buffer + (row * kStagingPitch + 8 * j + 2 * (lane % 4)), static_cast<ptx::u16>(pair));
       }
     }
     publish();
   }
 
   MEGAMOE_DEVICE void wide_second(const float (&finals)[128]) {
+    const u32 lane = ptx::fresh(lane_);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Smem at = acquire() + ((warp_ * 16 + lane_ % 16) * kStagingPitch + lane_ / 16 * 16);
+      const Smem at = acquire() + ((warp_ * 16 + lane % 16) * kStagingPitch + lane / 16 * 16);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float* f = finals + half * 64 + i * 8;
@@ -89,12 +92,13 @@ class Epilogue {
   // cleared there and used again two tiles later, and the next tile's barrier lies between.
   template <int Tokens>
   MEGAMOE_DEVICE void swap_first(const Tile& tile, SwapTile<Tokens>& t) {
+    const u32 lane = ptx::fresh(lane_);
     const Smem exchange = amax_row(exchange_), before = amax_row(exchange_ == 0 ? kAmaxRows - 1 : exchange_ - 1);
     exchange_ = exchange_ + 1 == kAmaxRows ? 0 : exchange_ + 1;
     const Smem buffer = acquire();
 #pragma unroll
     for (int i = 0; i < Tokens / 4; ++i) {
-      const u32 j = i / 2, c = i % 2, token = 8 * j + 2 * (lane_ % 4) + c;
+      const u32 j = i / 2, c = i % 2, token = 8 * j + 2 * (lane % 4) + c;
       const float weight = route_weight(tile, token);
       u32 amax = 0;
 #pragma unroll
@@ -102,24 +106,24 @@ class Epilogue {
         float& h = t.finals[b][4 * j + c];
         h = math::swiglu_clamped(h, t.finals[b][4 * j + 2 + c], weight, p_.clamp);
         amax = math::amax_bits(amax, h);
-        if (token < tile.rows) keep_intermediate(tile, token, warpgroup_ * 64 + b * 32 + 8 * warp_ + lane_ / 4, h);
+        if (token < tile.rows) keep_intermediate(tile, token, warpgroup_ * 64 + b * 32 + 8 * warp_ + lane / 4, h);
       }
 #pragma unroll
       for (int d = 4; d < 32; d *= 2) amax = math::amax_combine(amax, ptx::shfl_xor(amax, d));
-      if (lane_ < 4) ptx::red_max_shared(exchange + token * 4, amax);
+      if (lane < 4) ptx::red_max_shared(exchange + token * 4, amax);
     }
     ptx::named_barrier_sync(kMathBarrier, kMathThreads);
-    if (const u32 thread = (warpgroup_ * 4 + warp_) * 32 + lane_; thread < kSwapTokens) {
+    if (const u32 thread = (warpgroup_ * 4 + warp_) * 32 + lane; thread < kSwapTokens) {
       ptx::st_shared_u32(before + thread * 4, 0u);
     }
 #pragma unroll
     for (int i = 0; i < Tokens / 4; ++i) {
-      const u32 j = i / 2, c = i % 2, token = 8 * j + 2 * (lane_ % 4) + c;
+      const u32 j = i / 2, c = i % 2, token = 8 * j + 2 * (lane % 4) + c;
       const u32 amax = ptx::ld_shared_u32(exchange + token * 4);
       const float largest = math::amax_value(amax), multiplier = math::quantisation_multiplier(largest);
-      if (warpgroup_ == 0 && warp_ == 0 && lane_ < 4 && token < tile.rows) store_scale(tile, token, largest);
+      if (warpgroup_ == 0 && warp_ == 0 && lane < 4 && token < tile.rows) store_scale(tile, token, largest);
       const u32 both = math::quantise_pair(t.finals[0][4 * j + c], t.finals[1][4 * j + c], multiplier);
-      const Smem at = buffer + (token * kStagingPitch + 8 * warp_ + lane_ / 4);
+      const Smem at = buffer + (token * kStagingPitch + 8 * warp_ + lane / 4);
       ptx::st_shared_u8(at, static_cast<ptx::u8>(both));
       ptx::st_shared_u8(at + 32, static_cast<ptx::u8>(both >> 8));
     }
@@ -128,21 +132,22 @@ class Epilogue {
 
   template <int Tokens>
   MEGAMOE_DEVICE void swap_second(const SwapTile<Tokens>& t) {
+    const u32 lane = ptx::fresh(lane_);
     const Smem buffer = acquire();
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       // Matrices of 8 weight rows x 8 tokens, transposed: a lane addresses 8 columns of one token.
-      const u32 columns = b * 128 + warp_ * 32 + lane_ / 8 % 2 * 16;
+      const u32 columns = b * 128 + warp_ * 32 + lane / 8 % 2 * 16;
 #pragma unroll
       for (int j = 0; j < Tokens / 8; j += 2) {
         const float* f = t.finals[b] + 4 * j;
         const u32 lo0 = ptx::pack_bf16x2(f[0], f[1]), hi0 = ptx::pack_bf16x2(f[2], f[3]);
         if (j + 1 < Tokens / 8) {
           const u32 lo1 = ptx::pack_bf16x2(f[4], f[5]), hi1 = ptx::pack_bf16x2(f[6], f[7]);
-          ptx::stmatrix_x4_trans(buffer + ((8 * j + lane_ / 16 * 8 + lane_ % 8) * kStagingPitch + columns), lo0, hi0, lo1,
+          ptx::stmatrix_x4_trans(buffer + ((8 * j + lane / 16 * 8 + lane % 8) * kStagingPitch + columns), lo0, hi0, lo1,
                                  hi1);
         } else {
-          ptx::stmatrix_x2_trans(buffer + ((8 * j + lane_ % 8) * kStagingPitch + columns), lo0, hi0);
+          ptx::stmatrix_x2_trans(buffer + ((8 * j + lane % 8) * kStagingPitch + columns), lo0, hi0);
         }
       }
     }
@@ -157,13 +162,13 @@ class Epilogue {
   MEGAMOE_DEVICE Smem amax_row(u32 which) const { return base_ + (FusedTile::kAmax + which * kSwapTokens * 4); }
 
   MEGAMOE_DEVICE Smem acquire() {
-    ptx::mbarrier_wait(free_barrier(base_, warpgroup_, ring_.buffer), ring_.parity);
-    return staging_buffer(base_, warpgroup_, ring_.buffer);
+    ptx::mbarrier_wait(free_barrier(base_, warpgroup_, ring_.buffer()), ring_.parity());
+    return staging_buffer(base_, warpgroup_, ring_.buffer());
   }
   MEGAMOE_DEVICE void publish() {
     ptx::fence_proxy_async_shared();
     ptx::syncwarp();
-    if (lane_ == 0) ptx::mbarrier_arrive(staged_barrier(base_, warpgroup_, ring_.buffer));
+    if (lane_ == 0) ptx::mbarrier_arrive(staged_barrier(base_, warpgroup_, ring_.buffer()));
     ring_.advance();
   }
   // Before requantisation, for tests; only with a debugging plan.

@@ -120,9 +120,9 @@ class Feed {
   // Rows of the token tile for the first GEMM, its whole intermediate for the second.
   MEGAMOE_DEVICE void wait_for_tokens(const Tile& tile) {
     const u32 bank = bank_of(epoch());
-    const bool ok = tile.second
-        ? wait_count(p_, Phase::kIntermediate, tile.index, halves(p_, bank) + tile.index, 2 * kTiles1)
-        : wait_count(p_, Phase::kRows, tile.index, arrived(p_, bank) + tile.index, tile.rows);
+    const bool ok =
+        wait_count(p_, tile.second ? Phase::kIntermediate : Phase::kRows, tile.index,
+                   (tile.second ? halves(p_, bank) : arrived(p_, bank)) + tile.index, tile.second ? 2 * kTiles1 : tile.rows);
     if (!ok) set_failed(base_);
     ptx::fence_proxy_async();
   }

@@ -32,7 +32,10 @@ static_assert(kRanks <= kMaxRanks, "ranks of one NVLink domain");
 constexpr bool kWide = config::kWide;
 constexpr bool kSwap = config::kSwap;
 constexpr u32 kSwapTokens = 64;
-constexpr u32 kTileTokens = kWide ? 128 : kSwapTokens;
+// A wide tile carries up to kCarried tokens more on the N side, in the same pass over the weights.
+constexpr u32 kCarried = config::kCarriedTokens;
+constexpr u32 kStageTokens = kWide ? kTileRows + kCarried : kSwapTokens;
+static_assert(kCarried % 8 == 0 && (kCarried == 0 || (kWide && kSwap)), "carried tokens are swapped, eight at a time");
 static_assert(kWide || kSwap, "at least one kind of tile");
 constexpr u32 kAmaxRows = config::kAmaxRows;  // of kSwapTokens words each, see Epilogue::swap_first
 static_assert(kAmaxRows == 3, "one in use, one being cleared, one between");
@@ -72,10 +75,10 @@ struct FusedTile {
   static_assert(kStagedArrivals * kStoreWarps == kMathWarps, "a store warp for each math warpgroup");
   static_assert(kQueueEmptyArrivals == kMathWarps + kStoreWarps, "all of them read a tile's slot");
 
-  static constexpr u32 kBytesA = kTileTokens * kBlockDepth;  // tokens
+  static constexpr u32 kBytesA = kStageTokens * kBlockDepth;  // tokens
   static constexpr u32 kBytesB = kWeightRows * kBlockDepth;  // weights
   static constexpr u32 kStageBytes = kBytesA + kBytesB;
-  static constexpr u32 kRowScaleBytes = kTileTokens * 4;
+  static constexpr u32 kRowScaleBytes = kStageTokens * 4;
   static constexpr u32 kTileScaleBytes = 16;
 
   static constexpr u32 kStaging = config::kStagingOffset;
@@ -105,7 +108,13 @@ constexpr u32 kCountTable = FusedTile::kTables;
 constexpr u32 kBaseTable = kCountTable + kLocalExperts * 4;
 constexpr u32 kTileTable = kBaseTable + kLocalExperts * 4;
 constexpr u32 kFacts = kTileTable + kLocalExperts * 4;
-enum Fact : u32 { kEpoch, kTokens, kTotalRoutes, kTotalTiles, kFailed, kNextItem, kDirect, kFactCount };
+enum Fact : u32 {
+  kEpoch, kTokens, kTotalRoutes, kTotalTiles, kFailed, kDirect,
+  kUrgentRows, kUrgentTokens,  // pool rows of the first tiles, and this CTA's tokens that go there (list.cuh)
+  kWave, kLag,  // the order of tiles (schedule.cuh)
+  kNextItem, kLastItem, kStepItem, kStep, kFirstExpert, kSecondExpert,  // the loader's own (schedule.cuh)
+  kFactCount
+};
 static_assert(kFacts + kFactCount * 4 <= config::kQueueOffset, "tables end before the queue");
 
 MEGAMOE_DEVICE u32 fact(Smem base, Fact which) { return ptx::ld_shared_u32(base + (kFacts + which * 4)); }

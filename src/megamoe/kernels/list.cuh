@@ -3,7 +3,8 @@
 // Each CTA reads the routes of a share of all ranks' tokens and writes two tables: what each pool row holds, and where each
 // token goes. A token's lowest pool row is the one that fetches it, for all its rows at once (dispatch.cuh).
 // In a call with few tokens a warp brings a token's row in the same step, the second table is not needed, and the dispatch
-// warps have nothing to do.
+// warps have nothing to do. In larger ones the math warps, which have nothing to multiply yet, bring the tokens of the first
+// tiles.
 #pragma once
 #include "routing.cuh"
 
@@ -40,6 +41,18 @@ MEGAMOE_DEVICE u32 pool_row(const Params& p, Smem base, Smem places, u32 source,
   return row < p.pool_rows ? row : kNoRow;
 }
 
+// The CTA's urgent tokens, {source, token} each, where the math warps' staging buffers will be.
+constexpr u32 kMaxUrgent = kStagingBuffer / 8;
+MEGAMOE_DEVICE Smem urgent_token(Smem base, u32 i) { return base + (FusedTile::kStaging + i * 8); }
+// False where the list is full: the token then waits for a dispatch warp.
+MEGAMOE_DEVICE bool note_urgent(Smem base, const Token& t) {
+  const u32 i = ptx::atom_add_shared(base + (kFacts + kUrgentTokens * 4), 1u);
+  if (i >= kMaxUrgent) return false;
+  ptx::st_shared_u32(urgent_token(base, i), t.source);
+  ptx::st_shared_u32(urgent_token(base, i) + 4, t.token);
+  return true;
+}
+
 // Step 4.
 MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem sources, u32 all) {
   // Tokens are dealt to the CTAs in small groups: with few tokens, each CTA's chain of loads is then short.
@@ -65,23 +78,62 @@ MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem so
       rows[j] = pool_row(p, base, places, t.source, id[j], positions[j]);
       lowest = rows[j] < lowest ? rows[j] : lowest;
     }
+    const bool urgent = lowest < fact(base, kUrgentRows) && note_urgent(base, t);
     u32* targets = targets_of(p, t.source, t.token);
 #pragma unroll
     for (u32 j = 0; j < kTopk; ++j) {
       targets[j] = rows[j];
       if (rows[j] == kNoRow) continue;
       workspace::pool_weights(p)[rows[j]] = weight[j];
-      store_route(p, rows[j], t.source, rows[j] == lowest, t.token * kTopk + j, id[j]);
+      store_route(p, rows[j], t.source, rows[j] == lowest && !urgent, t.token * kTopk + j, id[j]);
     }
   }
 }
 
-// Step 4 of a call with few tokens. A warp lists one token, a lane each slot, and brings its row and scales to all of its
-// pool rows at once: every row is under way at the same time, and none waits for the table to be complete.
-MEGAMOE_DEVICE void list_and_pull(const Params& p, Smem base, Smem places, Smem sources, u32 epoch, u32 all) {
+// A warp brings one token's row and scales to all of its pool rows; lane j < kTopk has that of slot j, or kNoRow, and its
+// local expert.
+MEGAMOE_DEVICE void bring(const Params& p, Smem base, const Token& t, u32 row, u32 expert, u32* arrivals) {
   constexpr u32 kPieces = (kHidden / 16 + 31) / 32, kScalePieces = (kBlocks1 + 31) / 32;
   const u32 lane = ptx::lane_index();
-  u32* arrivals = arrived(p, bank_of(epoch));
+  const u8* from = arena::x(p, t.source) + static_cast<u64>(t.token) * kHidden;
+  const float* from_scales = arena::x_scales(p, t.source) + static_cast<u64>(t.token) * kBlocks1;
+  uint4 v[kPieces];
+  float scales[kScalePieces];
+#pragma unroll
+  for (u32 c = 0; c < kPieces; ++c) {
+    const u32 at = (c * 32 + lane) * 16;
+    v[c] = at < kHidden ? *reinterpret_cast<const uint4*>(from + at) : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (u32 c = 0; c < kScalePieces; ++c) {
+    const u32 b = c * 32 + lane;
+    scales[c] = b < kBlocks1 ? from_scales[b] : 0.0f;
+  }
+#pragma unroll 1
+  for (u32 j = 0; j < kTopk; ++j) {
+    const u32 to = ptx::shfl(row, j);
+    if (to == kNoRow) continue;
+    u8* pool = workspace::x_pool(p) + static_cast<u64>(to) * kHidden;
+#pragma unroll
+    for (u32 c = 0; c < kPieces; ++c) {
+      const u32 at = (c * 32 + lane) * 16;
+      if (at < kHidden) *reinterpret_cast<uint4*>(pool + at) = v[c];
+    }
+#pragma unroll
+    for (u32 c = 0; c < kScalePieces; ++c) {
+      const u32 b = c * 32 + lane;
+      if (b < kBlocks1) workspace::x_pool_scales(p)[static_cast<u64>(b) * p.pool_rows + to] = scales[c];
+    }
+  }
+  ptx::fence_proxy_async();  // rows and scales, for readers through the async proxy
+  ptx::syncwarp();
+  if (row != kNoRow) ptx::red_add_release_gpu(arrivals + pool_tile(p, base, expert, row), 1u);
+}
+
+// Step 4 of a call with few tokens. A warp lists one token, a lane each slot, and brings its row and scales: every row is
+// under way at the same time, and none waits for the table to be complete.
+MEGAMOE_DEVICE void list_and_pull(const Params& p, Smem base, Smem places, Smem sources, u32 epoch, u32 all) {
+  const u32 lane = ptx::lane_index();
 #pragma unroll 1
   for (u32 i = ptx::warp_index() * gridDim.x + blockIdx.x; i < all; i += gridDim.x * kWarps) {
     const Token t = token_of(sources, i);
@@ -91,47 +143,23 @@ MEGAMOE_DEVICE void list_and_pull(const Params& p, Smem base, Smem places, Smem 
     const float weight = arena::route_weights(p, t.source)[slot];
     const u32 row = lane < kTopk ? pool_row(p, base, places, t.source, id, position) : kNoRow;
     if (!ptx::any(row != kNoRow)) continue;
-    const u8* from = arena::x(p, t.source) + static_cast<u64>(t.token) * kHidden;
-    const float* from_scales = arena::x_scales(p, t.source) + static_cast<u64>(t.token) * kBlocks1;
-    uint4 v[kPieces];
-    float scales[kScalePieces];
-#pragma unroll
-    for (u32 c = 0; c < kPieces; ++c) {
-      const u32 at = (c * 32 + lane) * 16;
-      v[c] = at < kHidden ? *reinterpret_cast<const uint4*>(from + at) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (u32 c = 0; c < kScalePieces; ++c) {
-      const u32 b = c * 32 + lane;
-      scales[c] = b < kBlocks1 ? from_scales[b] : 0.0f;
-    }
-#pragma unroll 1
-    for (u32 j = 0; j < kTopk; ++j) {
-      const u32 to = ptx::shfl(row, j);
-      if (to == kNoRow) continue;
-      u8* pool = workspace::x_pool(p) + static_cast<u64>(to) * kHidden;
-#pragma unroll
-      for (u32 c = 0; c < kPieces; ++c) {
-        const u32 at = (c * 32 + lane) * 16;
-        if (at < kHidden) *reinterpret_cast<uint4*>(pool + at) = v[c];
-      }
-#pragma unroll
-      for (u32 c = 0; c < kScalePieces; ++c) {
-        const u32 b = c * 32 + lane;
-        if (b < kBlocks1) workspace::x_pool_scales(p)[static_cast<u64>(b) * p.pool_rows + to] = scales[c];
-      }
-    }
     if (row != kNoRow) {
       workspace::pool_weights(p)[row] = weight;
       store_route(p, row, t.source, false, slot, id);
     }
-    ptx::fence_proxy_async();  // rows and scales, for readers through the async proxy
-    ptx::syncwarp();
-    if (row != kNoRow) {
-      const u32 expert = static_cast<u32>(id) - p.rank * kLocalExperts;
-      const u32 tile = pool_tile(p, base, expert, row);
-      ptx::red_add_release_gpu(arrivals + tile, 1u);
-    }
+    bring(p, base, t, row, static_cast<u32>(id) - p.rank * kLocalExperts, arrived(p, bank_of(epoch)));
+  }
+}
+
+// What list_routes noted, by math warp `warp` of `warps`.
+MEGAMOE_DEVICE void bring_urgent(const Params& p, Smem base, u32 warp, u32 warps) {
+  const u32 noted = fact(base, kUrgentTokens), count = noted < kMaxUrgent ? noted : kMaxUrgent, lane = ptx::lane_index();
+#pragma unroll 1
+  for (u32 i = warp; i < count; i += warps) {
+    const Token t{ptx::ld_shared_u32(urgent_token(base, i)), ptx::ld_shared_u32(urgent_token(base, i) + 4)};
+    const u32 row = lane < kTopk ? targets_of(p, t.source, t.token)[lane] : kNoRow;
+    const u32 expert = row != kNoRow ? load_route(p, row).expert : 0;
+    bring(p, base, t, row, expert, arrived(p, bank_of(fact(base, kEpoch))));
   }
 }
 

@@ -18,7 +18,7 @@ constexpr int kColumnsUnderLast = C::kChunkColumns;
 
 template <class C>
 struct MathWarpgroup {
-  static constexpr int kChunkRegisters = C::kChunkColumns / 2;
+  static constexpr int kChunk = C::kChunkColumns, kChunkRegisters = kChunk / 2;
 
   // finals[4 j + 2 r + c]: row 16 w + l / 4 + 8 r, column 8 j + 2 (l % 4) + c of warp w, lane l.
   float finals[C::kColumns / 2];
@@ -66,21 +66,23 @@ struct MathWarpgroup {
     if (lane < C::kCluster) ptx::mbarrier_arrive_cluster(empty + stage * 8);
   }
 
-  template <int Chunk>
-  MEGAMOE_DEVICE void issue(float (&acc)[kChunkRegisters], u32 stage) {
+  // The product of columns [Column, Column + 2 Registers).
+  template <int Column, int Registers>
+  MEGAMOE_DEVICE void issue(float (&acc)[Registers], u32 stage) {
     const ptx::Desc stage_a = a + stage * C::kStageBytes;
-    const ptx::Desc stage_b = b + (stage * C::kStageBytes + Chunk * C::kChunkColumns * kBlockDepth);
+    const ptx::Desc stage_b = b + (stage * C::kStageBytes + Column * kBlockDepth);
     ptx::wgmma_fence(acc);
 #pragma unroll
     for (int k = 0; k < kBlockDepth / 32; ++k) ptx::wgmma_e4m3(acc, stage_a + 32 * k, stage_b + 32 * k, k != 0);
     ptx::wgmma_commit();
   }
 
+  template <int Begin = 0, int End = C::kScales>
   MEGAMOE_DEVICE void load_scales(u32 stage) {
     const Smem rows = row_scales + stage * C::kRowScaleBytes, tile = tile_scales + stage * C::kTileScaleBytes;
     const float a0 = ptx::ld_shared_f32(rows), a1 = ptx::ld_shared_f32(rows + 8 * 4);
 #pragma unroll
-    for (int i = 0; i < C::kScales; ++i) {
+    for (int i = Begin; i < End; ++i) {
       const float weight = ptx::ld_shared_f32(tile + i * 4);
       scales[i][0] = math::scale_product(a0, weight);
       scales[i][1] = math::scale_product(a1, weight);
@@ -88,18 +90,18 @@ struct MathWarpgroup {
   }
 
   // Grouped by scale: neighbouring FFMAs then share that operand, which saves register reads.
-  template <int Chunk, bool First>
-  MEGAMOE_DEVICE void promote(const float (&acc)[kChunkRegisters]) {
+  template <int Column, bool First, int Registers>
+  MEGAMOE_DEVICE void promote(const float (&acc)[Registers]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int s = 0; s < C::kScales; ++s) {
 #pragma unroll
-        for (int j = 0; j < C::kChunkColumns / 8; ++j) {
-          if (C::scale_index(Chunk * C::kChunkColumns + 8 * j) != s) continue;
+        for (int j = 0; j < Registers / 4; ++j) {
+          if (C::scale_index(Column + 8 * j) != s) continue;
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            const int i = 4 * j + 2 * r + c, f = Chunk * kChunkRegisters + i;
+            const int i = 4 * j + 2 * r + c, f = Column / 2 + i;
             const float scale = scales[s][r];
             finals[f] = First ? math::promote_first(acc[i], scale) : math::promote(acc[i], scale, finals[f]);
           }
@@ -117,12 +119,32 @@ struct MathWarpgroup {
     under_first();
     ptx::wgmma_wait<0>(partials[0]);
     promote<0, First>(partials[0]);
-    issue<1>(partials[0], ring.stage);
+    issue<kChunk>(partials[0], ring.stage);
     peek();
     under_last();
     ptx::wgmma_wait<0>(partials[0]);
     release(ring.stage);
-    promote<1, First>(partials[0]);
+    promote<kChunk, First>(partials[0]);
+    ring.advance();
+  }
+
+  // The same with more tokens in the stage, multiplied by `carried` behind this warpgroup's products. Fewer scales live at
+  // once: that leaves it the registers.
+  template <bool First, class Carried>
+  MEGAMOE_DEVICE void block_carrying(Carried& carried) {
+    static_assert(C::kScales == 4, "two scales for each half of the columns");
+    wait_full();
+    issue<0>(partials[0], ring.stage);
+    load_scales<0, 2>(ring.stage);
+    ptx::wgmma_wait<0>(partials[0]);
+    promote<0, First>(partials[0]);
+    issue<kChunk>(partials[0], ring.stage);
+    load_scales<2, 4>(ring.stage);
+    peek();
+    ptx::wgmma_wait<0>(partials[0]);
+    promote<kChunk, First>(partials[0]);
+    carried.template block<First>(ring.stage);
+    release(ring.stage);
     ring.advance();
   }
 
@@ -132,7 +154,7 @@ struct MathWarpgroup {
   MEGAMOE_DEVICE void block_overlapped(UnderFirst&& under_first, UnderLast&& under_last) {
     const u32 stage = ring.stage;
     load_scales(stage);
-    issue<1>(partials[1], stage);
+    issue<kChunk>(partials[1], stage);
     if constexpr (!Last) peek();
     under_first();
     ptx::wgmma_wait<1>(partials[0]);
@@ -147,7 +169,7 @@ struct MathWarpgroup {
       ptx::wgmma_wait<0>(partials[1]);
     }
     release(stage);
-    promote<1, First>(partials[1]);
+    promote<kChunk, First>(partials[1]);
   }
 
   // Computes `finals` of one tile. Two pieces of other work run under products (the second one after them where a 256
@@ -183,6 +205,14 @@ struct MathWarpgroup {
       for (int k = 1; k < kblocks - 1; ++k) block_overlapped<false, false>(nothing, nothing);
       block_overlapped<false, true>(nothing, under_last);
     }
+  }
+
+  // The same of a 256 wide tile that carries tokens.
+  template <class Carried>
+  MEGAMOE_DEVICE void accumulate_carrying(int kblocks, Carried& carried) {
+    block_carrying<true>(carried);
+#pragma unroll 1
+    for (int k = 1; k < kblocks; ++k) block_carrying<false>(carried);
   }
 };
 

@@ -78,19 +78,28 @@ MEGAMOE_DEVICE void math_role(const Params& p, Smem base, u32 warpgroup, Trace& 
   Epilogue epilogue(p, base, warpgroup, warp, lane);
   Ring<FusedTile> ring{0, 0};
   Tile tile;
-  while (queue.take(tile)) {
+  for (; queue.look(tile); queue.done()) {
     if constexpr (kWide) {
       if (tile.wide) {
-        MathWarpgroup<FusedTile> math(base, warpgroup, warp, lane);
+        MathWarpgroup<FusedTile> math(base, warpgroup, warp, ptx::fresh(lane));
         math.ring = ring;
+        CarriedTokens carried{base, warpgroup, lane};
         const auto nothing = [] {};
-        math.accumulate_tile(tile.second ? kBlocks2 : kBlocks1, nothing, nothing);
+        const int blocks = tile.second ? kBlocks2 : kBlocks1;
+        if (carries(tile)) {
+          math.accumulate_carrying(blocks, carried);
+        } else {
+          math.accumulate_tile(blocks, nothing, nothing);
+        }
         ring = math.ring;
+        queue.read(tile);  // rather than kept: registers are few
         trace(tile.second ? Event::kSecond : Event::kFirst);
         if (tile.second) {
           epilogue.wide_second(math.finals);
+          if (carries(tile)) epilogue.swap_second(carried.tile);
         } else {
           epilogue.wide_first(tile, math.finals);
+          if (carries(tile)) epilogue.swap_first(carried_part(tile), carried.tile);
         }
         trace(Event::kEpilogue);
         continue;
@@ -166,6 +175,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     ptx::setmaxnreg_inc<kMathRegisters>();
     ptx::role("math");
+    if (fact(base, kDirect) == 0) {
+      bring_urgent(p, base, warp - 4, kMathThreads / 32);
+      ptx::named_barrier_sync(kMathBarrier, kMathThreads);  // the list is read: staging buffers may be written
+    }
     math_role(p, base, warp / 4 - 1, trace);
     bool ok = true;
     if (ptx::lane_index() == 0) {

@@ -37,7 +37,8 @@ MEGAMOE_DEVICE void store_route(const Params& p, u32 row, u32 source, bool first
 // Token tile of a pool row of this expert.
 MEGAMOE_DEVICE u32 pool_tile(const Params& p, Smem base, u32 expert, u32 row) {
   const u32 within = row - ptx::ld_shared_u32(base + (kBaseTable + expert * 4));
-  const u32 tile = ptx::ld_shared_u32(base + (kTileTable + expert * 4)) + within / kTileTokens;
+  const Tiling tiling(ptx::ld_shared_u32(base + (kCountTable + expert * 4)));
+  const u32 tile = ptx::ld_shared_u32(base + (kTileTable + expert * 4)) + tiling.tile_of(within);
   return tile < p.pool_tiles ? tile : 0;  // 0: only in a call that has failed, from an entry of an older one
 }
 // Pool rows of a token's slots, kNoRow where a slot has no route on this rank.
@@ -135,6 +136,12 @@ MEGAMOE_DEVICE void push_counts(const Params& p, Smem base, u32 epoch, u32 token
   }
 }
 
+// Of an expert's `count` routes, those from this rank; `places` as after step 3.
+MEGAMOE_DEVICE u32 own_count(const Params& p, Smem places, u32 expert, u32 count) {
+  const Smem place = places + (p.rank * kLocalExperts + expert) * 4;
+  return (p.rank + 1 < kRanks ? ptx::ld_shared_u32(place + kLocalExperts * 4) : count) - ptx::ld_shared_u32(place);
+}
+
 // Step 3. Fills the tables and facts. `places`: kRanks * kLocalExperts words, the place of each source's first route
 // within an expert; `sources`: kRanks words, the tokens of each.
 MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {
@@ -173,11 +180,11 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
   }
   __syncthreads();
   if (threadIdx.x < 32) {  // exclusive sums over the experts by one warp
-    u32 row = 0, tile = 0, routes = 0;
+    u32 row = 0, tile = 0, routes = 0, own = 0;
     for (u32 first = 0; first < kLocalExperts; first += 32) {
       const u32 e = first + threadIdx.x;
       const u32 count = e < kLocalExperts ? ptx::ld_shared_u32(base + (kCountTable + e * 4)) : 0;
-      const u32 rows = (count + kRowAlignment - 1) / kRowAlignment * kRowAlignment, tiles = token_tiles(count);
+      const u32 rows = (count + kRowAlignment - 1) / kRowAlignment * kRowAlignment, tiles = Tiling(count).tiles;
       u32 row_sum = rows, tile_sum = tiles;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
@@ -194,10 +201,17 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
       row += ptx::shfl(row_sum, 31);
       tile += ptx::shfl(tile_sum, 31);
       routes += ptx::reduce_add(count);
+      if constexpr (kRanks > 1) own += ptx::reduce_add(e < kLocalExperts ? own_count(p, places, e, count) : 0);
     }
+    ptx::syncwarp();
     if (threadIdx.x == 0) {
       set_fact(base, kTotalRoutes, routes);
       set_fact(base, kTotalTiles, tile);
+      u32 e = 0;  // the first expert of which no CTA's first tile is
+      while (e < kLocalExperts && ptx::ld_shared_u32(base + (kTileTable + e * 4)) * kTiles1 < gridDim.x) ++e;
+      set_fact(base, kUrgentRows, e < kLocalExperts ? ptx::ld_shared_u32(base + (kBaseTable + e * 4)) : row);
+      set_fact(base, kUrgentTokens, 0u);
+      choose_order(base, tile, routes - own);
     }
   }
   __syncthreads();

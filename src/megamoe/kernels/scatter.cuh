@@ -19,7 +19,7 @@ MEGAMOE_DEVICE void finish_rank(const Params& p, Smem base) {
 class Scatter {
  public:
   MEGAMOE_DEVICE Scatter(const Params& p, Smem base, u32 warpgroup)
-      : p_(p), base_(base), warpgroup_(warpgroup), lane_(ptx::lane_index()), ring_{0, 0},
+      : p_(p), base_(base), warpgroup_(warpgroup), lane_(ptx::lane_index()), ring_(0),
         trace_(p, warpgroup == 0 ? kTraceStore0 : kTraceStore1, ptx::lane_index() == 0) {}
 
   MEGAMOE_DEVICE void run() {
@@ -43,22 +43,33 @@ class Scatter {
   }
 
   MEGAMOE_DEVICE void store_intermediate(const Tile& tile) {
-    const u32 bytes = tile.wide ? 128 : 64, rows = tokens(tile);
-    u8* to = workspace::h_pool(p_) + static_cast<u64>(tile.row + first_token(tile)) * kIntermediate +
-             tile.column * 128 + (tile.wide ? 0 : warpgroup_ * 64);
-    const Smem from = wait_staged();
-    for (u32 r = lane_; r < rows; r += 32) {
-      ptx::bulk_store(to + static_cast<u64>(r) * kIntermediate, from + r * kStagingPitch, bytes);
-    }
-    release();
+    copy_intermediate(tile);
+    if (carries(tile)) copy_intermediate(carried_part(tile));
     finish();
     if (lane_ == 0 && !failed(base_)) {
       ptx::red_add_release_gpu(halves(p_, bank_of(fact(base_, kEpoch))) + tile.index, 1u);
     }
   }
+  MEGAMOE_DEVICE void copy_intermediate(const Tile& tile) {
+    const u32 bytes = tile.wide ? 128 : 64, rows = tokens(tile), lane = ptx::fresh(lane_);
+    u8* to = workspace::h_pool(p_) + static_cast<u64>(tile.row + first_token(tile)) * kIntermediate +
+             tile.column * 128 + (tile.wide ? 0 : warpgroup_ * 64);
+    const Smem from = wait_staged();
+    for (u32 r = lane; r < rows; r += 32) {
+      ptx::bulk_store(to + static_cast<u64>(r) * kIntermediate, from + r * kStagingPitch, bytes);
+    }
+    release();
+  }
 
   MEGAMOE_DEVICE void store_results(const Tile& tile) {
+    copy_results(tile);
+    if (carries(tile)) copy_results(carried_part(tile));
+    finish();
+    if (lane_ == 0 && !failed(base_)) tile_stored();
+  }
+  MEGAMOE_DEVICE void copy_results(const Tile& tile) {
     const u32 rows = tokens(tile), row = tile.row + first_token(tile), pieces = tile.wide ? 2 : 1;
+    const u32 lane = ptx::fresh(lane_);
     // Columns of the first piece; a wide tile's second piece follows it, a swapped tile's belongs to the other warpgroup.
     u32 column = tile.column * kWeightRows + (tile.wide ? 0 : warpgroup_ * 128);
     __nv_bfloat16* to[2];
@@ -68,7 +79,7 @@ class Scatter {
       if (piece == 0) {  // not before: only what the math warps waited for orders the route table before this read
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
-          const u32 r = lane_ + 32 * i;
+          const u32 r = lane + 32 * i;
           if (r >= rows) continue;
           const Route route = load_route(p_, row + r);
           to[i] = arena::y(p_, route.source) + static_cast<u64>(route.route) * kHidden;
@@ -77,26 +88,24 @@ class Scatter {
       if (column < kHidden) {
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
-          const u32 r = lane_ + 32 * i;
+          const u32 r = lane + 32 * i;
           if (r < rows) ptx::bulk_store(to[i] + column, from + r * kStagingPitch, 256);
         }
       }
       release();
     }
-    finish();
-    if (lane_ == 0 && !failed(base_)) tile_stored();
   }
 
   MEGAMOE_DEVICE Smem wait_staged() {
-    ptx::mbarrier_wait(staged_barrier(base_, warpgroup_, ring_.buffer), ring_.parity);
-    return staging_buffer(base_, warpgroup_, ring_.buffer);
+    ptx::mbarrier_wait(staged_barrier(base_, warpgroup_, ring_.buffer()), ring_.parity());
+    return staging_buffer(base_, warpgroup_, ring_.buffer());
   }
   // The buffer may be written again when every lane's copies have read it.
   MEGAMOE_DEVICE void release() {
     ptx::bulk_commit();
     ptx::bulk_wait_read<0>();
     ptx::syncwarp();
-    if (lane_ == 0) ptx::mbarrier_arrive(free_barrier(base_, warpgroup_, ring_.buffer));
+    if (lane_ == 0) ptx::mbarrier_arrive(free_barrier(base_, warpgroup_, ring_.buffer()));
     ring_.advance();
   }
   MEGAMOE_DEVICE void finish() {

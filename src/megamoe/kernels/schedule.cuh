@@ -1,19 +1,20 @@
 // Which tile a CTA works on next: one static sequence over all tiles, from which free CTAs take the next one.
 //
-// The sequence goes through waves of experts (config::kWaveExperts each, the last one partial): the first GEMM of wave s,
-// then the second GEMM of wave s - kLag. kWaveExperts = all gives "all first GEMMs, then all second ones"; kLag > 0 puts
-// distance between a tile and the tiles it waits for. A tile waits only for tiles that stand earlier in the sequence, which
-// somebody took before it, so with all CTAs resident nobody waits for ever.
+// The sequence goes through waves of experts (the last one partial): the first GEMM of wave s and the second GEMM of wave
+// s - lag. A wave of all experts gives "all first GEMMs, then all second ones". A lag puts distance between a tile and the
+// tiles it waits for; the tiles of both GEMMs then alternate, so that results leave for other ranks evenly over the call. A
+// tile waits only for tiles that stand earlier in the sequence, which somebody took before it, so with all CTAs resident
+// nobody waits for ever.
 // The loader takes tiles (the first by its CTA's index, the others from a counter) and posts them in a queue in shared
 // memory, from which math and store warps read them.
 #pragma once
-#include "layout.cuh"
+#include "tiling.cuh"
 
 namespace megamoe {
 
 struct Tile {
   bool second;  // second GEMM
-  bool wide;    // up to 128 tokens on the M side; else up to 64 on the N side
+  bool wide;    // up to 128 tokens on the M side, those past them carried; else up to 64 on the N side
   u32 expert;   // local
   u32 column;   // weight tile: rows [256 column, 256 column + 256) of w13 or w2
   u32 row;      // first pool row
@@ -21,64 +22,97 @@ struct Tile {
   u32 index;    // token tile, counted over all experts
 };
 
-MEGAMOE_DEVICE u32 token_tiles(u32 rows) { return (rows + kTileTokens - 1) / kTileTokens; }
-MEGAMOE_DEVICE bool is_wide(u32 rows) { return kWide && (!kSwap || rows > kSwapTokens); }
+MEGAMOE_DEVICE bool carries(const Tile& tile) { return kCarried > 0 && tile.rows > kTileRows; }
+// The carried tokens of a wide tile, as a swapped one.
+MEGAMOE_DEVICE Tile carried_part(const Tile& tile) {
+  return {tile.second, false, tile.expert, tile.column, tile.row + kTileRows, tile.rows - kTileRows, tile.index};
+}
 
+// Wave and lag of this call. The plan's, or, where it leaves that open: results of `remote` routes go to other ranks, and if
+// that takes longer than the second GEMM of all `tiles`, both GEMMs alternate.
+MEGAMOE_DEVICE void choose_order(Smem base, u32 tiles, u32 remote) {
+  u32 wave = config::kWaveExperts, lag = config::kLag;
+  if constexpr (kRanks > 1 && config::kWaveExperts == kLocalExperts && config::kLag == 0 && config::kLinkBytes > 0) {
+    const u64 sent = static_cast<u64>(remote) * (kHidden * 2);
+    if (sent > static_cast<u64>(tiles) * (kTiles2 * kBlocks2) * config::kLinkBytes) {
+      // Two rounds of the CTAs in a wave: less, and second tiles wait for first ones; more, and results leave later.
+      const u32 whole = tiles * kTiles1;
+      wave = (2 * gridDim.x * kLocalExperts + whole - 1) / whole;
+      wave = wave < kLocalExperts ? wave : kLocalExperts;
+      lag = 1;
+    }
+  }
+  set_fact(base, kWave, wave);
+  set_fact(base, kLag, lag);
+}
+
+// Its state lies in shared memory, touched by the loader only, once a tile: registers are few.
 class Schedule {
  public:
-  MEGAMOE_DEVICE explicit Schedule(Smem base)
-      : base_(base), last_(0), item_(0), step_(0), expert_(0), end_(kWave < kLocalExperts ? kWave : kLocalExperts) {
-    second_ = false;
+  MEGAMOE_DEVICE explicit Schedule(Smem base) : base_(base) {
+#pragma unroll
+    for (u32 i = kLastItem; i < kFactCount; ++i) set_fact(base, static_cast<Fact>(i), 0u);
   }
 
   // Tile number `item` of the sequence, for rising items; false behind the end.
   MEGAMOE_DEVICE bool find(u32 item, Tile& tile) {
-    item_ += item - last_;
-    last_ = item;
-    while (true) {
-      while (expert_ == end_) {
-        if (!next_segment()) return false;
-      }
-      const u32 rows = ptx::ld_shared_u32(base_ + (kCountTable + expert_ * 4)), tiles = token_tiles(rows);
-      const u32 items = tiles * (second_ ? kTiles2 : kTiles1);
-      if (item_ < items) {
-        const u32 column = item_ / tiles, m = item_ - column * tiles, left = rows - m * kTileTokens;
-        tile.second = second_;
-        tile.expert = expert_;
-        tile.column = column;
-        tile.rows = left < kTileTokens ? left : kTileTokens;
-        tile.wide = is_wide(tile.rows);
-        tile.row = ptx::ld_shared_u32(base_ + (kBaseTable + expert_ * 4)) + m * kTileTokens;
-        tile.index = ptx::ld_shared_u32(base_ + (kTileTable + expert_ * 4)) + m;
-        return true;
-      }
-      item_ -= items;
-      ++expert_;
+    u32 at = fact(base_, kStepItem) + item - fact(base_, kLastItem), step = fact(base_, kStep);  // place in the step
+    const u32 wave = fact(base_, kWave), lag = fact(base_, kLag), steps = (kLocalExperts + wave - 1) / wave + lag;
+    u32 first = 0, second = 0;  // token tiles of the step's two halves
+#pragma unroll 1
+    for (; step < steps; ++step) {
+      first = tiles_before((step + 1) * wave) - tiles_before(step * wave);
+      second = step >= lag ? tiles_before((step - lag + 1) * wave) - tiles_before((step - lag) * wave) : 0;
+      const u32 items = first * kTiles1 + second * kTiles2;
+      if (at < items) break;
+      at -= items;
     }
-  }
-
- private:
-  static constexpr u32 kWave = config::kWaveExperts, kLag = config::kLag;
-  static constexpr u32 kWaves = (kLocalExperts + kWave - 1) / kWave;
-
-  // Order: step 0 first, step 0 second, step 1 first, ... where a half without a wave is empty.
-  MEGAMOE_DEVICE bool next_segment() {
-    if (second_) ++step_;
-    second_ = !second_;
-    if (step_ == kWaves + kLag) return false;
-    const bool exists = second_ ? step_ + 1 > kLag : step_ < kWaves;  // not >=: kLag may be 0
-    const u32 wave = second_ ? step_ - kLag : step_;
-    expert_ = exists ? wave * kWave : 0;
-    end_ = exists ? (expert_ + kWave < kLocalExperts ? expert_ + kWave : kLocalExperts) : 0;
+    if (step == steps) return false;
+    set_fact(base_, kLastItem, item);
+    set_fact(base_, kStepItem, at);
+    set_fact(base_, kStep, step);
+    u32 index = place(at, first, second, lag, tile.second);
+    const u32 begin = (tile.second ? step - lag : step) * wave, columns = tile.second ? kTiles2 : kTiles1;
+    const u32 before_wave = tiles_before(begin), token_tile = before_wave + index / columns;
+    const Fact cursor = tile.second ? kSecondExpert : kFirstExpert;
+    u32 expert = fact(base_, cursor);
+    while (tiles_before(expert + 1) <= token_tile) ++expert;
+    set_fact(base_, cursor, expert);
+    index -= (tiles_before(expert) - before_wave) * columns;  // among the expert's tiles, column by column
+    const Tiling tiling(ptx::ld_shared_u32(base_ + (kCountTable + expert * 4)));
+    const u32 column = index / tiling.tiles, m = index - column * tiling.tiles, row = tiling.start(m);
+    tile.wide = m < tiling.wide;
+    tile.expert = expert;
+    tile.column = column;
+    tile.row = ptx::ld_shared_u32(base_ + (kBaseTable + expert * 4)) + row;
+    tile.rows = tiling.end(m) - row;
+    tile.index = tiles_before(expert) + m;
     return true;
   }
 
+ private:
+  MEGAMOE_DEVICE u32 tiles_before(u32 expert) const {
+    return expert < kLocalExperts ? ptx::ld_shared_u32(base_ + (kTileTable + expert * 4)) : fact(base_, kTotalTiles);
+  }
+
+  // Which half the tile at place `at` of a step belongs to, and which one of it it is. Without a lag one half follows the
+  // other; with it they alternate, in rounds of one token tile's columns of each, as long as both have tiles.
+  MEGAMOE_DEVICE u32 place(u32 at, u32 first, u32 second, u32 lag, bool& is_second) const {
+    u32 rounds = 0;
+    if (lag > 0) {
+      constexpr u32 kRound = kTiles1 + kTiles2;
+      rounds = first < second ? first : second;
+      if (at < rounds * kRound) {
+        const u32 round = at / kRound, in_round = at - round * kRound, before = in_round * kTiles1 / kRound;
+        is_second = (in_round + 1) * kTiles1 / kRound == before;
+        return is_second ? round * kTiles2 + in_round - before : round * kTiles1 + before;
+      }
+    }
+    is_second = at >= first * kTiles1 + rounds * kTiles2;
+    return at - (is_second ? first * kTiles1 : rounds * kTiles2);
+  }
+
   Smem base_;
-  u32 last_;          // the item before
-  u32 item_;          // position relative to the first item of expert_
-  u32 step_;          // wave of the first GEMM
-  u32 expert_, end_;  // experts left in this segment
-  bool second_;
 };
 
 // One side's position in the queue of tiles. The loader starts with parity 1, readers with 0.
@@ -99,14 +133,25 @@ class TileQueue {
 
   // A whole reader warp: the next tile; false at the end.
   MEGAMOE_DEVICE bool take(Tile& tile) {
+    const bool any = look(tile);
+    done();
+    return any;
+  }
+  // In two steps: the slot may be read again in between.
+  MEGAMOE_DEVICE bool look(Tile& tile) {
     ptx::mbarrier_wait(base_ + (FusedTile::kQueueFull + slot() * 8), parity());
+    return read(tile);
+  }
+  MEGAMOE_DEVICE bool read(Tile& tile) const {
     const Smem at = base_ + (FusedTile::kQueue + slot() * kQueueSlotBytes);
     const uint4 a = ptx::ld_shared_v4(at), b = ptx::ld_shared_v4(at + 16);
+    tile = {(a.x & kSecondFlag) != 0, (a.x & kWideFlag) != 0, a.y, a.z, a.w, b.x, b.y};
+    return (a.x & kEndFlag) == 0;
+  }
+  MEGAMOE_DEVICE void done() {
     ptx::syncwarp();
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(base_ + (FusedTile::kQueueEmpty + slot() * 8));
     ++count_;
-    tile = {(a.x & kSecondFlag) != 0, (a.x & kWideFlag) != 0, a.y, a.z, a.w, b.x, b.y};
-    return (a.x & kEndFlag) == 0;
   }
 
  private:

@@ -35,20 +35,33 @@ struct SwapTile {
   MEGAMOE_DEVICE void block(float (&partials)[2][kRegisters], Smem base, u32 warpgroup, u32 lane, Ring<FusedTile>& ring) {
     const u32 stage = ring.stage;
     ptx::mbarrier_wait(base + (FusedTile::kFull + stage * 8), ring.parity);
+    multiply<First, 0>(partials[0], partials[1], base, warpgroup, lane, stage, [&] {
+      ptx::syncwarp();  // every lane has read its scales
+      if (lane == 0) ptx::mbarrier_arrive(base + (FusedTile::kEmpty + stage * 8));
+    });
+    ring.advance();
+  }
+
+ public:
+  // The products of one k-block, of the stage's tokens from kFirstToken on, added to the finals. `read` runs when the stage
+  // has been read, `partials` are overwritten.
+  template <bool First, u32 kFirstToken, class Read>
+  MEGAMOE_DEVICE void multiply(float (&partials0)[kRegisters], float (&partials1)[kRegisters], Smem base, u32 warpgroup,
+                               u32 lane, u32 stage, Read&& read) {
     const Smem at = base + stage * FusedTile::kStageBytes;
-    const ptx::Desc tokens = ptx::make_desc(at);
+    const ptx::Desc tokens = ptx::make_desc(at + kFirstToken * kBlockDepth);
     const ptx::Desc weights = ptx::make_desc(at + (FusedTile::kBytesA + warpgroup * kWeightTileBytes));
-    ptx::wgmma_fence(partials[0]);
-    ptx::wgmma_fence(partials[1]);
+    ptx::wgmma_fence(partials0);
+    ptx::wgmma_fence(partials1);
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int k = 0; k < kBlockDepth / 32; ++k) ptx::wgmma_e4m3(partials0, weights + 32 * k, tokens + 32 * k, k != 0);
 #pragma unroll
-      for (int k = 0; k < kBlockDepth / 32; ++k) {
-        ptx::wgmma_e4m3(partials[b], weights + (b * kWarpgroupRows * kBlockDepth + 32 * k), tokens + 32 * k, k != 0);
-      }
+    for (int k = 0; k < kBlockDepth / 32; ++k) {
+      ptx::wgmma_e4m3(partials1, weights + (kWarpgroupRows * kBlockDepth + 32 * k), tokens + 32 * k, k != 0);
     }
     ptx::wgmma_commit();
-    const Smem row_scales = base + (FusedTile::kRowScales + stage * FusedTile::kRowScaleBytes + lane % 4 * 8);
+    const Smem row_scales =
+        base + (FusedTile::kRowScales + stage * FusedTile::kRowScaleBytes + kFirstToken * 4 + lane % 4 * 8);
     const Smem tile_scales = base + (FusedTile::kTileScales + stage * FusedTile::kTileScaleBytes + warpgroup * 8);
     const float weight[2] = {ptx::ld_shared_f32(tile_scales), ptx::ld_shared_f32(tile_scales + 4)};
     float token[Tokens / 4];
@@ -57,20 +70,39 @@ struct SwapTile {
       token[2 * j] = ptx::ld_shared_f32(row_scales + j * 32);
       token[2 * j + 1] = ptx::ld_shared_f32(row_scales + (j * 32 + 4));
     }
-    ptx::wgmma_wait<0>(partials[0]);
-    ptx::pin(partials[1]);
-    ptx::syncwarp();  // every lane has read its scales
-    if (lane == 0) ptx::mbarrier_arrive(base + (FusedTile::kEmpty + stage * 8));
+    ptx::wgmma_wait<0>(partials0);
+    ptx::pin(partials1);
+    read();
+    promote<First>(finals[0], partials0, token, weight);
+    promote<First>(finals[1], partials1, token, weight);
+  }
+
+ private:
+  template <bool First>
+  MEGAMOE_DEVICE static void promote(float (&sums)[kRegisters], const float (&partials)[kRegisters],
+                                     const float (&token)[Tokens / 4], const float (&weight)[2]) {
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-#pragma unroll
-      for (int i = 0; i < kRegisters; ++i) {
-        const float scale = math::scale_product(token[i / 4 * 2 + i % 2], weight[i / 2 % 2]);
-        finals[b][i] = First ? math::promote_first(partials[b][i], scale)
-                             : math::promote(partials[b][i], scale, finals[b][i]);
-      }
+    for (int i = 0; i < kRegisters; ++i) {
+      const float scale = math::scale_product(token[i / 4 * 2 + i % 2], weight[i / 2 % 2]);
+      sums[i] = First ? math::promote_first(partials[i], scale) : math::promote(partials[i], scale, sums[i]);
     }
-    ring.advance();
+  }
+};
+
+// What a wide tile carries beyond its 128 tokens: a swapped tile of eight in the same stages. Its partials are made anew
+// for each k-block: an accumulator that products of different widths share costs ptxas its register allocation.
+struct CarriedTokens {
+  static constexpr int kTokens = 8;
+  static_assert(kCarried == 0 || kCarried == kTokens, "the width of these products");
+
+  Smem base;
+  u32 warpgroup, lane;
+  SwapTile<kTokens> tile = {};
+
+  template <bool First>
+  MEGAMOE_DEVICE void block(u32 stage) {
+    float partials[2][kTokens / 2] = {};
+    tile.multiply<First, kTileRows>(partials[0], partials[1], base, warpgroup, ptx::fresh(lane), stage, [] {});
   }
 };
 

@@ -25,9 +25,9 @@ MEGAMOE_DEVICE u32* halves(const Params& p, u32 bank) { return workspace::halves
 MEGAMOE_DEVICE bool aborted(const Params& p) { return ptx::ld_relaxed_sys(arena::abort(p, p.rank)) != 0; }
 // Who gave up, and in which phase; never 0. The host of a rank that refuses a call writes the same word with phase 0.
 MEGAMOE_DEVICE void raise_abort(const Params& p, Phase phase) {
-#pragma unroll 1  // the rarest path of every wait: registers count, speed does not
+#pragma unroll 1  // the rarest path of every wait: registers count, speed does not, so no address is kept for it
   for (u32 r = 0; r < kRanks; ++r) {
-    ptx::st_relaxed_sys(arena::abort(p, r), static_cast<u32>(phase) << 8 | (p.rank + 1));
+    ptx::st_relaxed_sys(arena::abort(p, ptx::fresh(r)), static_cast<u32>(phase) << 8 | (p.rank + 1));
   }
 }
 
@@ -91,7 +91,7 @@ MEGAMOE_DEVICE bool wait_count(const Params& p, Phase phase, u32 index, const u3
 // This rank's results are all stored: every rank may combine.
 MEGAMOE_DEVICE void announce_done(const Params& p, u32 epoch) {
 #pragma unroll 1
-  for (u32 r = 0; r < kRanks; ++r) ptx::st_release_sys(arena::done(p, r) + p.rank, epoch);
+  for (u32 r = 0; r < kRanks; ++r) ptx::st_release_sys(arena::done(p, ptx::fresh(r)) + p.rank, epoch);
 }
 
 // Last act of the CTA's thread 0: the last CTA to leave advances the epoch.

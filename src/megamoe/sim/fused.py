@@ -70,6 +70,20 @@ CASES: Final = {
     "mixed": FusedCase(
         Plan(stages=2, pulled_rows=2, direct_tokens=0), ((150, 20), (0, 90)), hot=5, spec=replace(SPEC, experts=6)
     ),
+    # An expert with 270 tokens: two wide tiles, which carry 8 and 6 more.
+    "carried": FusedCase(
+        Plan(stages=2, carried_tokens=8, direct_tokens=0),
+        ((77, 61), (9, 30)),
+        hot=2,
+        spec=replace(_SMALL, intermediate=256),
+    ),
+    # Both GEMMs alternate, as a rank finds from the routing: where most results leave it.
+    "alternating": FusedCase(
+        Plan(stages=2, link_bytes=400, staging_buffers=2, direct_tokens=0),
+        ((12, 40), (3, 90)),
+        grid=2,
+        spec=replace(_SMALL, experts=12, intermediate=256),
+    ),
     "waves": FusedCase(
         Plan(wide=False, stages=2, wave_experts=1, pulled_rows=3, direct_tokens=0),
         ((40, 31), (40, 8)),

@@ -13,6 +13,11 @@ MEGAMOE_DEVICE bool elect_one() {
   return r != 0;
 }
 MEGAMOE_DEVICE void syncwarp() { __syncwarp(); }
+// The same value; what is derived from it is computed here, not kept in registers over a loop around.
+MEGAMOE_DEVICE u32 fresh(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 MEGAMOE_DEVICE u32 ballot(bool p) { return __ballot_sync(kFullMask, p); }
 MEGAMOE_DEVICE bool any(bool p) { return __any_sync(kFullMask, p) != 0; }
 MEGAMOE_DEVICE bool all(bool p) { return __all_sync(kFullMask, p) != 0; }
