@@ -41,7 +41,8 @@ struct Sums {
 
 // Columns [begin, end) of one token, by one warp. A failed call gives NaN.
 MEGAMOE_DEVICE void combine_columns(const Params& p, u32 token, u32 begin, u32 end, bool failed) {
-  constexpr u32 kSteps = 2, kWidth = 256;  // columns of a step; two steps keep enough loads under way
+  // Columns of a step, and steps at once: where there are many tokens, two keep enough loads under way.
+  constexpr u32 kWidth = 256, kSteps = kWide ? 2 : 1;
   const int* ids = arena::ids(p, p.rank) + token * kTopk;
   const __nv_bfloat16* y = arena::y(p, p.rank) + static_cast<u64>(token) * kTopk * kHidden;
   __nv_bfloat16* out = p.out + token * p.out_stride;

@@ -181,6 +181,7 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
   __syncthreads();
   if (threadIdx.x < 32) {  // exclusive sums over the experts by one warp
     u32 row = 0, tile = 0, routes = 0, own = 0;
+    u32 urgent = 0;  // experts of which some CTA's first tile is
     for (u32 first = 0; first < kLocalExperts; first += 32) {
       const u32 e = first + threadIdx.x;
       const u32 count = e < kLocalExperts ? ptx::ld_shared_u32(base + (kCountTable + e * 4)) : 0;
@@ -198,6 +199,8 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
         ptx::st_shared_u32(base + (kBaseTable + e * 4), row + row_sum - rows);
         ptx::st_shared_u32(base + (kTileTable + e * 4), tile + tile_sum - tiles);
       }
+      urgent += static_cast<u32>(
+          __popc(ptx::ballot(e < kLocalExperts && (tile + tile_sum - tiles) * kTiles1 < gridDim.x)));
       row += ptx::shfl(row_sum, 31);
       tile += ptx::shfl(tile_sum, 31);
       routes += ptx::reduce_add(count);
@@ -207,9 +210,8 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
     if (threadIdx.x == 0) {
       set_fact(base, kTotalRoutes, routes);
       set_fact(base, kTotalTiles, tile);
-      u32 e = 0;  // the first expert of which no CTA's first tile is
-      while (e < kLocalExperts && ptx::ld_shared_u32(base + (kTileTable + e * 4)) * kTiles1 < gridDim.x) ++e;
-      set_fact(base, kUrgentRows, e < kLocalExperts ? ptx::ld_shared_u32(base + (kBaseTable + e * 4)) : row);
+      set_fact(base, kUrgentRows,
+               urgent < kLocalExperts ? ptx::ld_shared_u32(base + (kBaseTable + urgent * 4)) : row);
       set_fact(base, kUrgentTokens, 0u);
       choose_order(base, tile, routes - own);
     }
