@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["error_table", "tables", "time_table"]
+__all__ = ["bound_table", "error_table", "tables", "time_table"]
 
 Row = dict[str, Any]
 
@@ -48,6 +48,19 @@ def time_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def bound_table(rows: list[Row]) -> str:
+    """Markdown: kernel times of one layer under the bound of each call's own tokens, and under fixed bounds."""
+    by = {(row["bound"], row["tokens"]): row["kernel_us"]["median"] for row in rows}
+    fixed = sorted({bound for bound, m in by if bound != m})
+    tokens = sorted({m for bound, m in by if bound in fixed and m < bound})
+    lines = ["| M | " + " | ".join(str(m) for m in tokens) + " |", "|---" * (len(tokens) + 1) + "|"]
+    lines.append("| bound M | " + " | ".join(f"{by[m, m]:.0f}" if (m, m) in by else "" for m in tokens) + " |")
+    for bound in fixed:
+        cells = (f"{by[bound, m]:.0f}" if (bound, m) in by else "" for m in tokens)
+        lines.append(f"| bound {bound} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def error_table(rows: list[Row]) -> str:
     """Markdown: errors stage by stage, one line for each layer and plan."""
     lines = [
@@ -65,11 +78,17 @@ def error_table(rows: list[Row]) -> str:
 
 def tables(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Title and table of every layer of a result file, then of the errors."""
-    timed = [row for row in document["rows"] if "e2e_us" in row or "kernel_us" in row]
+    every = [row for row in document["rows"] if "e2e_us" in row or "kernel_us" in row]
+    timed = [row for row in every if row["bound"] == row["tokens"]]
     for group in sorted({_group(row) for row in timed if row["engine"] == "megamoe"}):
         name, experts, ranks, routing = group
         title = f"{name}, {experts} experts a rank, {ranks} rank{'s' if ranks > 1 else ''}, {routing} routing"
         yield title, time_table([row for row in timed if _group(row) == group])
+    for group in sorted({_group(row) for row in every if row["bound"] != row["tokens"]}):
+        own = [
+            row for row in every if _group(row) == group and row["engine"] == "megamoe" and row["protocol"] == "paced"
+        ]
+        yield f"{group[0]}, {group[1]} experts a rank, {group[2]} rank, one bound for smaller calls", bound_table(own)
     staged = [row for row in document["rows"] if "phase" in row]
     if staged:
         yield "errors", error_table(staged)

@@ -9,7 +9,7 @@
 //   warp 0        loader    takes tiles, fills their stages (feed.cuh)
 //   warps 1, 2    store     take staged rows of math warpgroup 0 and 1 (scatter.cuh)
 //   warp 3        dispatch  fetches token rows (dispatch.cuh), unless they were brought while listing (list.cuh)
-//   warps 4 - 11  math      two warpgroups: WGMMA, promotion, epilogues, then combine
+//   warps 4 - 11  math      two warpgroups: the first tiles' token rows (list.cuh), WGMMA, promotion, epilogues, then combine
 //
 // Pipelines inside the CTA (layout.cuh has the counts; first wait of a consumer parity 0, of a producer 1)
 //   barrier        producer -> consumer              arrivals          bytes
@@ -25,11 +25,12 @@
 //   counts[s][e]   rank s -> every CTA of this rank  tag and count in one word
 //   listed         every CTA -> dispatch warps       counts read and routes listed; also awaited before done
 //   taken          loaders                           tiles given out
-//   arrived[t]     dispatch, listing warps -> loaders  pool rows of token tile t
+//   arrived[t]     dispatch, listing, math warps -> loaders  pool rows of token tile t
 //   halves[t]      store warps -> loaders            intermediate of token tile t, two a weight tile
 //   stored         store warps -> the last of them   result tiles of this rank
 //   done[r]        rank r -> math warps              all results of rank r are stored
-// Memory: stages belong to the loader between empty and full, to math between full and empty; a staging buffer to its
+// Memory: the list of the first tiles' tokens lies in a staging buffer until the math warps have brought them (a barrier of
+// theirs lies behind). Stages belong to the loader between empty and full, to math between full and empty; a staging buffer to its
 // warpgroup between free and staged, to its store warp between staged and free; the tables are written before the roles
 // start. Before that, shared memory from offset 0 holds the routing's histogram and places (a barrier lies between).
 #include "combine.cuh"
