@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megamoe.bench.models import MODELS as BENCHMARKED
 from megamoe.cuda.arena import ARENA, WORKSPACE, Sizes, device_header, offsets, total_bytes
+from megamoe.cuda.fused import sizes_of
 from megamoe.cuda.plan import REGISTERS_PER_SM, SHARED_LIMIT, Plan
 from megamoe.cuda.select import select_plan
+from megamoe.cuda.shipped import CARRYING
 from megamoe.cuda.sources import KERNELS
 from megamoe.errors import EngineError
 
@@ -53,6 +56,15 @@ def test_every_public_shape_gets_a_legal_plan(s, bound):
     assert 128 * plan.role_registers + 256 * plan.math_registers <= REGISTERS_PER_SM
 
 
+@pytest.mark.parametrize("name", sorted(CARRYING))
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_compiled_plans_have_one_that_carries(name, ranks):
+    spec = BENCHMARKED[name].spec
+    s = sizes_of(replace(spec, experts=spec.experts // 8 * ranks), ranks, 8192)
+    assert select_plan(s, CARRYING[name]).carried_tokens == 8
+    assert [select_plan(s, bound).carried_tokens for bound in (1, 64, 8192)] == [0, 0, 0]
+
+
 @given(sizes, st.integers(1, 16384))
 @settings(max_examples=100, deadline=None)
 def test_row_major_weights_need_no_other_plan(s, bound):
@@ -82,7 +94,7 @@ def test_shared_memory_regions_follow_each_other(s):
         64 * 272 - 16
     )  # no padding behind the last row
     assert layout.row_scales - layout.pulled_rows >= plan.pulled_rows * s.hidden
-    assert layout.barriers - layout.tables >= s.local_experts * 12 + 64
+    assert layout.barriers - layout.tables >= s.local_experts * 12 + 60
     assert layout.barriers % 8 == 0
     assert layout.staging % 1024 == 0
 
@@ -97,6 +109,7 @@ def test_shared_memory_regions_follow_each_other(s):
         (Plan(wave_experts=0), "at least 1"),
         (Plan(lag=-1), "0 or more"),
         (Plan(link_bytes=-1), "plan.link_bytes: got -1; allowed: 0 or more"),
+        (Plan(urgent_tokens=2175), "plan.urgent_tokens: got 2175; allowed: 0 to 2174"),
         (Plan(carried_tokens=16), "plan.carried_tokens: got 16; allowed: 0, or 8 with wide and swap"),
         (Plan(carried_tokens=8, swap=False), "0, or 8 with wide and swap"),
         (Plan(weights="columns"), "plan.weights: got columns; allowed: 'tiles' or 'rows'"),

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 SOURCE = Path(__file__).parent / "sim_kernels" / "tiles.cu"
 EXPERTS, HIDDEN, INTERMEDIATE = 7, 768, 512
 FIRST, SECOND = INTERMEDIATE // 128, HIDDEN // 256  # weight tiles of the two GEMMs
+CARRIED = {136: [136], 137: [128, 9], 264: [128, 136], 272: [136, 136], 273: [128, 128, 17]}
+"""Tiles of an expert's rows where a full tile may carry eight more."""
 GRID = 1  # CTAs of the kernel that asks
 
 PLANS = {
@@ -33,6 +35,7 @@ PLANS = {
     "lag": Plan(stages=2, wave_experts=2, lag=1),
     "long-lag": Plan(stages=2, wave_experts=2, lag=3),
     "never": Plan(stages=2, link_bytes=0),
+    "one-wave": Plan(stages=2, wave_experts=9),  # more than there are: all of them, and no other order
 }
 
 
@@ -66,6 +69,8 @@ def test_an_experts_tiles_cover_its_rows(name: str) -> None:
                 assert length > 64  # else it is cheaper swapped
         if plan.carried_tokens:
             assert sum(length > 128 for length in lengths) <= 2
+            if rows in CARRIED:
+                assert lengths == CARRIED[rows]
         else:
             assert number == -(-rows // largest)
 
@@ -124,7 +129,7 @@ def test_the_order_has_every_tile_once_and_nobody_waits_for_a_later_one(
         assert not second or finished[index] < place
 
     if plan.wave_experts is not None:
-        assert (wave, lag) == (plan.wave_experts, plan.lag)
+        assert (wave, lag) == (min(EXPERTS, plan.wave_experts), plan.lag)
     elif plan.link_bytes and remote * HIDDEN * 2 > plan.link_bytes * numbered * SECOND * (INTERMEDIATE // 128):
         assert (wave, lag) == (min(EXPERTS, -(-2 * GRID * EXPERTS // (numbered * FIRST))), 1)
     else:

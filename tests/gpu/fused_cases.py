@@ -27,8 +27,9 @@ PLANS = {
     "wide": plan(swap=False),
     "swap": plan(wide=False, stages=4),
     "mixed": plan(),
-    # Small calls bring their rows while they list routes, but not here.
-    "dispatch": plan(direct_tokens=0),
+    # Small calls bring their rows while they list routes, but not here; nor do the math warps.
+    "dispatch": plan(direct_tokens=0, urgent_tokens=0),
+    "urgent": plan(direct_tokens=0, urgent_tokens=10),
     "mixed-waves": plan(wave_experts=3, direct_tokens=0),
     "mixed-lag": plan(wave_experts=2, lag=1, staging_buffers=2, pulled_rows=2),
     "mixed-carrying": plan(carried_tokens=8, role_registers=40, math_registers=232, staging_buffers=2, direct_tokens=0),

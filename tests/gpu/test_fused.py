@@ -56,6 +56,21 @@ def test_uneven_ranks(small, counts, name):
         assert reference.relative_error(got, want) < END_TO_END
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_carried_tokens_have_the_bits_of_others(small, ranks):
+    """Experts with 130, 136 and 270 tokens: one or two full tiles that carry 2 to 8 more."""
+    x, ids, weights = make_input(SMALL, 400, "cuda")
+    ids[:, 0] = torch.tensor([0] * 130 + [1] * 136 + [2] * 134, device="cuda")
+    ids[:, 1] = torch.tensor([2] * 136 + [3] * 264, device="cuda")
+    results = []
+    for name in ("mixed", "mixed-carrying"):
+        engine = make_engine(SMALL, small, ranks=ranks, plan=PLANS[name], max_tokens=400)
+        results.append(torch.cat(call_engine(engine, split((x, ids, weights), [400 // ranks] * ranks))))
+        engine.close()
+    assert torch.equal(*results)
+    assert reference.relative_error(results[0], reference.forward(SMALL, small, x, ids, weights)) < END_TO_END
+
+
 @pytest.mark.parametrize("name", ["swap", "wide", "mixed"])
 def test_skipped_duplicate_and_hot_routes(small, name):
     x, ids, weights = make_input(SMALL, 150, "cuda")

@@ -50,6 +50,7 @@ def combine(call: Call, position: torch.Tensor, results: Results, *, ordered: bo
     """
     slots, hidden = call.expert_ids.shape[1], results.down.shape[1]
     tokens = call.num_tokens if isinstance(call.num_tokens, int) else int(call.num_tokens)
+    out = call.out if tokens == len(call.out) else call.out[:tokens]
     routes, first = _bags(tokens, slots)
     if ordered and len(position) == tokens * slots:
         down, place = results.down, routes if results.place is None else results.place
@@ -60,9 +61,9 @@ def combine(call: Call, position: torch.Tensor, results: Results, *, ordered: bo
     if 0 < down.numel() <= _IN_BAGS:
         # A bag's float32 rows are added one after another, starting from +0. torch.sum would not do: its order depends
         # on the sizes. Nor would bags of BF16 rows, which round halves up.
-        call.out[:tokens].copy_(torch.embedding_bag(down.float(), place, first)[0])
+        out.copy_(torch.embedding_bag(down.float(), place, first)[0])
         return
     total = torch.zeros(tokens, hidden)
     for part in place.view(tokens, slots).unbind(1):
         total += down.index_select(0, part)
-    call.out[:tokens].copy_(total)
+    out.copy_(total)

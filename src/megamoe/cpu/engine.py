@@ -124,10 +124,11 @@ class CpuEngine:
                 )
         else:
             tokens = call.num_tokens
+        ids, weights = call.expert_ids, call.expert_weights
+        if tokens != len(ids):
+            ids, weights = ids[:tokens], weights[:tokens]
         try:
-            return plan_dispatch(
-                self._spec, self._placement.ranks, call.expert_ids[:tokens], call.expert_weights[:tokens]
-            )
+            return plan_dispatch(self._spec, self._placement.ranks, ids, weights)
         except InputError as error:
             if len(self._placement.local) == 1:
                 raise

@@ -66,6 +66,8 @@ class Projection(ABC):
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
+        self.columns = values.transpose(1, 2)
+        """`values` ``[EL, K, N]``; a view made once, because a small layer's call is mostly calls of torch."""
 
     @abstractmethod
     def product(self, expert: int, x: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
@@ -280,13 +282,14 @@ class Experts(ABC):
 
     def _activate(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up * weight`` in float32, clamped first where the layer clamps."""
-        gate, up = self._split(gate_up)
-        gate = gate.float()  # BF16 `up` widens, exactly, where it is multiplied
+        # BF16 widens, exactly, as a whole: one pass where each half would take its own.
+        wide = gate_up.float()
+        own = wide is not gate_up
+        gate, up = self._split(wide)
         if self.spec.clamp is not None:
-            gate = gate.clamp(max=self.spec.clamp)
-            up = up.float().clamp(-self.spec.clamp, self.spec.clamp)
+            gate, up = gate.clamp(max=self.spec.clamp), up.clamp(-self.spec.clamp, self.spec.clamp)
+            own = True
         # In place where that is a copy: a matrix less to write.
-        own = gate.data_ptr() != gate_up.data_ptr()
         return torch.nn.functional.silu(gate, inplace=own).mul_(up).mul_(weight.unsqueeze(1))
 
 
@@ -301,23 +304,24 @@ class _Bf16Experts(Experts):
         self.row_bytes = 2 * spec.hidden
         self._gate_up, self._down = _Bf16Projection(weights.w13), _Bf16Projection(weights.w2)
         self._clamp = torch.tensor(torch.inf if spec.clamp is None else spec.clamp)
+        # What a call of a small layer asks for, where each look into a tensor shows in its time.
+        self._matrix_bytes, self._large = weights.w13[0].nbytes, weights.w13[0].numel() >= fused.LEAST_ELEMENTS
 
     def run(
         self, x: torch.Tensor, row: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
     ) -> tuple[Results, torch.Tensor]:
         gate_up, down = self._gate_up, self._down
-        if gate_up.values[0].numel() >= fused.LEAST_ELEMENTS or not 0 < len(expert) <= _SMALL_ROUTES:
+        if self._large or not 0 < len(expert) <= _SMALL_ROUTES:
             return super().run(x, row, expert, weight)
         counts = torch.bincount(expert, minlength=self.local_experts)
         if len(x) == 1:
             return run_one_token(x, expert, weight, gate_up, down, self._down_operand), counts
         each: list[int] = counts.tolist()
-        run = run_padded if padding_pays(each, gate_up.values[0].nbytes, _SMALL_ROUTES) else run_apart
+        run = run_padded if padding_pays(each, self._matrix_bytes, _SMALL_ROUTES) else run_apart
         return run(x, row, expert, weight, each, gate_up, down, self._down_operand), counts
 
     def _down_operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        large = self._gate_up.values[0].numel() >= fused.LEAST_ELEMENTS
-        if large and min(len(gate_up), self.spec.intermediate) > 1:  # torch compiles sizes of one apart
+        if self._large and min(len(gate_up), self.spec.intermediate) > 1:  # torch compiles sizes of one apart
             done = fused.activate.call(gate_up, weight, self._clamp)
             if done is not None:
                 h: torch.Tensor = done[0]

@@ -22,9 +22,10 @@ _GATHERED_BYTES: Final = 3 << 18
 
 
 class Matrices(Protocol):
-    """One projection of all experts, `values` as stored."""
+    """One projection of all experts, `values` as stored, and `columns`, the same with the last dimensions swapped."""
 
     values: torch.Tensor
+    columns: torch.Tensor
 
     def matrices(self, experts: torch.Tensor | None = None) -> torch.Tensor:
         """``[A, N, K]`` of the given experts (int64 ``[A]``; all: None), in the type that products take."""
@@ -105,6 +106,7 @@ def run_padded(
     return Results(down.bfloat16(), slot)
 
 
+@lru_cache(maxsize=64)
 def _takes_groups(*widths: int) -> bool:
     """Whether torch has a grouped product for BF16 matrices with these widths: it wants rows of whole 16 bytes."""
     return hasattr(torch.nn.functional, "grouped_mm") and all(width % 8 == 0 for width in widths)
@@ -128,13 +130,13 @@ def run_apart(
 ) -> Results:
     """`run_padded` for BF16 experts, with one product for each expert: for counts too unequal to pad."""
     first, second = w13.values, w2.values
-    order = torch.argsort(expert, stable=True)
+    ascending, order = torch.sort(expert, stable=True)
     rows = x.index_select(0, row.index_select(0, order))
     if _takes_groups(rows.shape[1], second.shape[2]):
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-        gate_up = torch.nn.functional.grouped_mm(rows, first.transpose(1, 2), offs=ends)
+        ends = torch.searchsorted(ascending, _numbers(len(counts)), right=True, out_int32=True)
+        gate_up = torch.nn.functional.grouped_mm(rows, w13.columns, offs=ends)
         h = activate(gate_up, weight.index_select(0, order))
-        down = torch.nn.functional.grouped_mm(h, second.transpose(1, 2), offs=ends)
+        down = torch.nn.functional.grouped_mm(h, w2.columns, offs=ends)
     else:
         h = activate(_products(rows, first, counts), weight.index_select(0, order))
         down = _products(h, second, counts)

@@ -32,7 +32,7 @@ WEIGHT_ROWS: Final = 256
 STAGING_BYTES: Final = 64 * (256 + 16) - 16
 """One staging buffer of a math warpgroup: 64 rows of 256 bytes, 16 bytes of padding between two."""
 
-FACT_WORDS: Final = 16
+FACT_WORDS: Final = 15
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32
 COPY_ALIGNMENT: Final = 16
@@ -70,6 +70,8 @@ class Plan:
         staging_buffers: staging buffers of a math warpgroup.
         pulled_rows: token rows that a CTA's dispatch warp has in flight.
         direct_tokens: up to so many tokens of all ranks, rows are brought while the routes are listed, by all warps.
+        urgent_tokens: tokens, of those that it lists, that a CTA's math warps bring before their first tile; the dispatch
+            warps bring what exceeds it.
         wave_experts: experts of one wave of the tile order; None: all of a rank, so all first GEMMs come first, unless
             `link_bytes` says otherwise.
         lag: waves by which the second GEMM stays behind the first; with it, tiles of the two alternate.
@@ -93,6 +95,7 @@ class Plan:
     staging_buffers: int = 1
     pulled_rows: int = 1
     direct_tokens: int = 1024
+    urgent_tokens: int = STAGING_BYTES // 8
     wave_experts: int | None = None
     lag: int = 0
     link_bytes: int = 2300
@@ -159,6 +162,8 @@ class Plan:
             )
         if self.direct_tokens < 0:
             raise EngineError("plan.direct_tokens", self.direct_tokens, "0 or more", "")
+        if not 0 <= self.urgent_tokens <= STAGING_BYTES // 8:
+            raise EngineError("plan.urgent_tokens", self.urgent_tokens, f"0 to {STAGING_BYTES // 8}", "")
         if self.wave_experts is not None and self.wave_experts < 1:
             raise EngineError("plan.wave_experts", self.wave_experts, "None or at least 1", "")
         if self.lag < 0:
@@ -209,13 +214,15 @@ class Plan:
             "kWide": self.wide,
             "kSwap": self.swap,
             "kCarriedTokens": self.carried_tokens,
-            "kLinkBytes": self.link_bytes,
             "kStages": self.stages,
             "kStagingBuffers": self.staging_buffers,
             "kPulledRows": self.pulled_rows,
             "kDirectTokens": self.direct_tokens,
+            "kUrgentTokens": self.urgent_tokens,
             "kWaveExperts": min(self.wave_experts or sizes.local_experts, sizes.local_experts),
             "kLag": self.lag,
+            "kOrderOpen": self.wave_experts is None and self.lag == 0 and self.link_bytes > 0,
+            "kLinkBytes": self.link_bytes,
             "kRowMajorWeights": self.weights == "rows",
             "kPeek": self.peek,
             "kTrace": self.trace,

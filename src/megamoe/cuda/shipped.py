@@ -16,7 +16,7 @@ from megamoe.cuda.select import select_plan
 from megamoe.cuda.toolchain import ARCHITECTURES, Job
 from megamoe.spec import ScaleFormat
 
-__all__ = ["Shipped", "shipped"]
+__all__ = ["CARRYING", "Shipped", "shipped"]
 
 CARRYING: Final = {"flash": 1024, "pro": 1024, "mimo": 1024, "v3": 512, "qwen3": 512}
 """A bound at which the plan of a model carries tokens."""

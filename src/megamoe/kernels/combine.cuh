@@ -39,10 +39,11 @@ struct Sums {
   }
 };
 
+// Columns of a step, and steps at once: where there are many tokens, two keep enough loads under way.
+constexpr u32 kWidth = 256, kSteps = kWide && kTopk <= 16 ? 2 : 1;
+
 // Columns [begin, end) of one token, by one warp. A failed call gives NaN.
 MEGAMOE_DEVICE void combine_columns(const Params& p, u32 token, u32 begin, u32 end, bool failed) {
-  // Columns of a step, and steps at once: where there are many tokens, two keep enough loads under way.
-  constexpr u32 kWidth = 256, kSteps = kWide ? 2 : 1;
   const int* ids = arena::ids(p, p.rank) + token * kTopk;
   const __nv_bfloat16* y = arena::y(p, p.rank) + static_cast<u64>(token) * kTopk * kHidden;
   __nv_bfloat16* out = p.out + token * p.out_stride;
@@ -79,7 +80,7 @@ MEGAMOE_DEVICE void combine_columns(const Params& p, u32 token, u32 begin, u32 e
 }
 
 // Warp `first` of `step` warps. Where there are fewer tokens than warps, several share the columns of one: a warp has the
-// loads of only 256 columns in flight.
+// loads of only kSteps * kWidth columns in flight.
 MEGAMOE_DEVICE void combine_tokens(const Params& p, u32 tokens, u32 first, u32 step, bool failed) {
   constexpr u32 kSpans = (kHidden + 255) / 256;
   const u32 sharing = tokens == 0 || tokens >= step ? 1 : step / tokens;

@@ -110,9 +110,9 @@ constexpr u32 kTileTable = kBaseTable + kLocalExperts * 4;
 constexpr u32 kFacts = kTileTable + kLocalExperts * 4;
 enum Fact : u32 {
   kEpoch, kTokens, kTotalRoutes, kTotalTiles, kFailed, kDirect,
-  kUrgentRows, kUrgentTokens,  // pool rows of the first tiles, and this CTA's tokens that go there (list.cuh)
+  kUrgentRows, kUrgentTokens,  // pool rows of the experts of first tiles, this CTA's tokens that go there (list.cuh)
   kWave, kLag,  // the order of tiles (schedule.cuh)
-  kNextItem, kLastItem, kStepItem, kStep, kFirstExpert, kSecondExpert,  // the loader's own (schedule.cuh)
+  kNextItem, kStepBegin, kStep, kFirstExpert, kSecondExpert,  // the loader's own (schedule.cuh)
   kFactCount
 };
 static_assert(kFacts + kFactCount * 4 <= config::kQueueOffset, "tables end before the queue");

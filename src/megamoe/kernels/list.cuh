@@ -1,7 +1,7 @@
 // Listing: from ids, positions and the pool's layout to the route table, step 4 of the routing.
 //
 // Each CTA reads the routes of a share of all ranks' tokens and writes two tables: what each pool row holds, and where each
-// token goes. A token's lowest pool row is the one that fetches it, for all its rows at once (dispatch.cuh).
+// token goes. A token's lowest pool row is the one that fetches it, for all its rows at once (dispatch.cuh), but for those below.
 // In a call with few tokens a warp brings a token's row in the same step, the second table is not needed, and the dispatch
 // warps have nothing to do. In larger ones the math warps, which have nothing to multiply yet, bring the tokens of the first
 // tiles.
@@ -42,7 +42,8 @@ MEGAMOE_DEVICE u32 pool_row(const Params& p, Smem base, Smem places, u32 source,
 }
 
 // The CTA's urgent tokens, {source, token} each, where the math warps' staging buffers will be.
-constexpr u32 kMaxUrgent = kStagingBuffer / 8;
+constexpr u32 kMaxUrgent = config::kUrgentTokens;
+static_assert(kMaxUrgent * 8 <= kStagingBuffer, "the list fits into one buffer");
 MEGAMOE_DEVICE Smem urgent_token(Smem base, u32 i) { return base + (FusedTile::kStaging + i * 8); }
 // False where the list is full: the token then waits for a dispatch warp.
 MEGAMOE_DEVICE bool note_urgent(Smem base, const Token& t) {
@@ -91,8 +92,10 @@ MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem so
 }
 
 // A warp brings one token's row and scales to all of its pool rows; lane j < kTopk has that of slot j, or kNoRow, and its
-// local expert.
-MEGAMOE_DEVICE void bring(const Params& p, Smem base, const Token& t, u32 row, u32 expert, u32* arrivals) {
+// local expert. `meanwhile` runs while the row is on its way.
+template <class Meanwhile>
+MEGAMOE_DEVICE void bring(const Params& p, Smem base, const Token& t, u32 row, u32 expert, u32* arrivals,
+                          Meanwhile&& meanwhile) {
   constexpr u32 kPieces = (kHidden / 16 + 31) / 32, kScalePieces = (kBlocks1 + 31) / 32;
   const u32 lane = ptx::lane_index();
   const u8* from = arena::x(p, t.source) + static_cast<u64>(t.token) * kHidden;
@@ -109,6 +112,7 @@ MEGAMOE_DEVICE void bring(const Params& p, Smem base, const Token& t, u32 row, u
     const u32 b = c * 32 + lane;
     scales[c] = b < kBlocks1 ? from_scales[b] : 0.0f;
   }
+  meanwhile();
 #pragma unroll 1
   for (u32 j = 0; j < kTopk; ++j) {
     const u32 to = ptx::shfl(row, j);
@@ -143,11 +147,11 @@ MEGAMOE_DEVICE void list_and_pull(const Params& p, Smem base, Smem places, Smem 
     const float weight = arena::route_weights(p, t.source)[slot];
     const u32 row = lane < kTopk ? pool_row(p, base, places, t.source, id, position) : kNoRow;
     if (!ptx::any(row != kNoRow)) continue;
-    if (row != kNoRow) {
+    bring(p, base, t, row, static_cast<u32>(id) - p.rank * kLocalExperts, arrived(p, bank_of(epoch)), [&] {
+      if (row == kNoRow) return;
       workspace::pool_weights(p)[row] = weight;
       store_route(p, row, t.source, false, slot, id);
-    }
-    bring(p, base, t, row, static_cast<u32>(id) - p.rank * kLocalExperts, arrived(p, bank_of(epoch)));
+    });
   }
 }
 
@@ -159,7 +163,7 @@ MEGAMOE_DEVICE void bring_urgent(const Params& p, Smem base, u32 warp, u32 warps
     const Token t{ptx::ld_shared_u32(urgent_token(base, i)), ptx::ld_shared_u32(urgent_token(base, i) + 4)};
     const u32 row = lane < kTopk ? targets_of(p, t.source, t.token)[lane] : kNoRow;
     const u32 expert = row != kNoRow ? load_route(p, row).expert : 0;
-    bring(p, base, t, row, expert, arrived(p, bank_of(fact(base, kEpoch))));
+    bring(p, base, t, row, expert, arrived(p, bank_of(fact(base, kEpoch))), [] {});
   }
 }
 

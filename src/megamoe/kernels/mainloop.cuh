@@ -2,6 +2,7 @@
 //
 // 256 wide, a k-block: wait full; product of columns 0..127; scales; wait; promote; product of columns 128..255 through
 // the same accumulator; wait; release the stage; promote. The other warpgroup keeps the tensor cores busy meanwhile.
+// With carried tokens, the stage is released behind their products instead.
 // 192 wide: columns 0..95 and 96..191 in two accumulators; the next product is always in flight under a promotion.
 //
 // What ptxas needs (else it serialises WGMMA, C7510 to C7519, or spills): no product in flight across the back edge of
@@ -66,9 +67,9 @@ struct MathWarpgroup {
     if (lane < C::kCluster) ptx::mbarrier_arrive_cluster(empty + stage * 8);
   }
 
-  // The product of columns [Column, Column + 2 Registers).
-  template <int Column, int Registers>
-  MEGAMOE_DEVICE void issue(float (&acc)[Registers], u32 stage) {
+  // The product of columns [Column, Column + kChunk).
+  template <int Column>
+  MEGAMOE_DEVICE void issue(float (&acc)[kChunkRegisters], u32 stage) {
     const ptx::Desc stage_a = a + stage * C::kStageBytes;
     const ptx::Desc stage_b = b + (stage * C::kStageBytes + Column * kBlockDepth);
     ptx::wgmma_fence(acc);
@@ -90,14 +91,14 @@ struct MathWarpgroup {
   }
 
   // Grouped by scale: neighbouring FFMAs then share that operand, which saves register reads.
-  template <int Column, bool First, int Registers>
-  MEGAMOE_DEVICE void promote(const float (&acc)[Registers]) {
+  template <int Column, bool First>
+  MEGAMOE_DEVICE void promote(const float (&acc)[kChunkRegisters]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int s = 0; s < C::kScales; ++s) {
 #pragma unroll
-        for (int j = 0; j < Registers / 4; ++j) {
+        for (int j = 0; j < kChunk / 8; ++j) {
           if (C::scale_index(Column + 8 * j) != s) continue;
 #pragma unroll
           for (int c = 0; c < 2; ++c) {

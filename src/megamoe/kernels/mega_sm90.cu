@@ -1,8 +1,8 @@
 // The routed experts of one MoE layer, expert-parallel, as one persistent kernel a rank (sm_90a).
 //
 // A token's way: its row is staged (e4m3) in its rank's arena, here or before the launch -> routing tells the experts' rank
-// where it goes -> a dispatch warp, or in small calls the warp that lists it, brings it over NVLink into the expert-major
-// pool -> first GEMM, SwiGLU, requantisation -> intermediate pool -> second GEMM -> BF16 row stored into the combine buffer
+// where it goes -> a dispatch warp, the warp that lists it in small calls, or a math warp for the first tiles brings it over
+// NVLink into the expert-major pool -> first GEMM, SwiGLU, requantisation -> intermediate pool -> second GEMM -> BF16 row stored into the combine buffer
 // of the token's rank -> combine -> output.
 //
 // A CTA has 384 threads. All of them route; then each warp has its role:

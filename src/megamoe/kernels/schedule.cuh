@@ -1,4 +1,4 @@
-// Which tile a CTA works on next: one static sequence over all tiles, from which free CTAs take the next one.
+// Which tile a CTA works on next: one sequence over all tiles of the call, from which free CTAs take the next one.
 //
 // The sequence goes through waves of experts (the last one partial): the first GEMM of wave s and the second GEMM of wave
 // s - lag. A wave of all experts gives "all first GEMMs, then all second ones". A lag puts distance between a tile and the
@@ -28,11 +28,14 @@ MEGAMOE_DEVICE Tile carried_part(const Tile& tile) {
   return {tile.second, false, tile.expert, tile.column, tile.row + kTileRows, tile.rows - kTileRows, tile.index};
 }
 
+// Whether the plan leaves the order of tiles to the call. Calls with swapped tiles only are too short for it to matter.
+constexpr bool kOrderOpen = kRanks > 1 && kWide && config::kOrderOpen;
+
 // Wave and lag of this call. The plan's, or, where it leaves that open: results of `remote` routes go to other ranks, and if
 // that takes longer than the second GEMM of all `tiles`, both GEMMs alternate.
 MEGAMOE_DEVICE void choose_order(Smem base, u32 tiles, u32 remote) {
   u32 wave = config::kWaveExperts, lag = config::kLag;
-  if constexpr (kRanks > 1 && config::kWaveExperts == kLocalExperts && config::kLag == 0 && config::kLinkBytes > 0) {
+  if constexpr (kOrderOpen) {
     const u64 sent = static_cast<u64>(remote) * (kHidden * 2);
     if (sent > static_cast<u64>(tiles) * (kTiles2 * kBlocks2) * config::kLinkBytes) {
       // Two rounds of the CTAs in a wave: less, and second tiles wait for first ones; more, and results leave later.
@@ -51,27 +54,27 @@ class Schedule {
  public:
   MEGAMOE_DEVICE explicit Schedule(Smem base) : base_(base) {
 #pragma unroll
-    for (u32 i = kLastItem; i < kFactCount; ++i) set_fact(base, static_cast<Fact>(i), 0u);
+    for (u32 i = kStepBegin; i < kFactCount; ++i) set_fact(base, static_cast<Fact>(i), 0u);
   }
 
   // Tile number `item` of the sequence, for rising items; false behind the end.
   MEGAMOE_DEVICE bool find(u32 item, Tile& tile) {
-    u32 at = fact(base_, kStepItem) + item - fact(base_, kLastItem), step = fact(base_, kStep);  // place in the step
-    const u32 wave = fact(base_, kWave), lag = fact(base_, kLag), steps = (kLocalExperts + wave - 1) / wave + lag;
+    u32 begins = fact(base_, kStepBegin), step = fact(base_, kStep);  // the step's first item
+    const u32 wave = kOrderOpen ? fact(base_, kWave) : config::kWaveExperts;
+    const u32 lag = kOrderOpen ? fact(base_, kLag) : config::kLag, steps = (kLocalExperts + wave - 1) / wave + lag;
     u32 first = 0, second = 0;  // token tiles of the step's two halves
 #pragma unroll 1
     for (; step < steps; ++step) {
       first = tiles_before((step + 1) * wave) - tiles_before(step * wave);
       second = step >= lag ? tiles_before((step - lag + 1) * wave) - tiles_before((step - lag) * wave) : 0;
       const u32 items = first * kTiles1 + second * kTiles2;
-      if (at < items) break;
-      at -= items;
+      if (item - begins < items) break;
+      begins += items;
     }
     if (step == steps) return false;
-    set_fact(base_, kLastItem, item);
-    set_fact(base_, kStepItem, at);
+    set_fact(base_, kStepBegin, begins);
     set_fact(base_, kStep, step);
-    u32 index = place(at, first, second, lag, tile.second);
+    u32 index = place(item - begins, first, second, lag, tile.second);
     const u32 begin = (tile.second ? step - lag : step) * wave, columns = tile.second ? kTiles2 : kTiles1;
     const u32 before_wave = tiles_before(begin), token_tile = before_wave + index / columns;
     const Fact cursor = tile.second ? kSecondExpert : kFirstExpert;

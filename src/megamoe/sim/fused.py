@@ -63,12 +63,16 @@ class FusedCase:
 
 _SMALL: Final = replace(SPEC, hidden=256, intermediate=128, experts=4)
 
-# Small calls bring their rows while they list routes; direct_tokens=0 gives the dispatch warps something to do.
+# Small calls bring their rows while they list routes. direct_tokens=0 leaves that to the math warps, as far as an expert
+# is among those of the first tiles (here nearly all of them are), and urgent_tokens=0 to the dispatch warps.
 CASES: Final = {
     "wide": FusedCase(Plan(swap=False, stages=2), ((70, 33), (9, 140)), spec=replace(_SMALL, intermediate=256)),
     "swap": FusedCase(Plan(wide=False, stages=3, pulled_rows=2), ((40, 40), (17, 0))),
     "mixed": FusedCase(
-        Plan(stages=2, pulled_rows=2, direct_tokens=0), ((150, 20), (0, 90)), hot=5, spec=replace(SPEC, experts=6)
+        Plan(stages=2, pulled_rows=2, direct_tokens=0, urgent_tokens=20),
+        ((150, 20), (0, 90)),
+        hot=5,
+        spec=replace(SPEC, experts=6),
     ),
     # An expert with 270 tokens: two wide tiles, which carry 8 and 6 more.
     "carried": FusedCase(
@@ -92,6 +96,7 @@ CASES: Final = {
     "lag": FusedCase(
         Plan(stages=2, wave_experts=2, lag=1, staging_buffers=2, direct_tokens=0), ((80, 20), (20, 80)), grid=4
     ),
+    "alone-urgent": FusedCase(Plan(wide=False, stages=2, direct_tokens=0), ((21,), (3,)), spec=_SMALL),
     "alone": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), spec=_SMALL),
     # Tiles of one or two k-blocks under a deep ring, and one CTA for all of them: the queue of tiles goes round often.
     "queue": FusedCase(
@@ -99,7 +104,7 @@ CASES: Final = {
     ),
     # Row-major weights. Three blocks of 128 rows in w2: the second tile has one of them, the next expert's rows follow.
     "rows": FusedCase(
-        Plan(stages=2, weights="rows", direct_tokens=0),
+        Plan(stages=2, weights="rows", direct_tokens=0, urgent_tokens=0),
         ((70, 33), (9, 140)),
         spec=replace(_SMALL, hidden=384, intermediate=256),
     ),
@@ -114,7 +119,7 @@ CASES: Final = {
         spec=replace(_SMALL, intermediate=256, input_scales="ue8m0"),
     ),
     "raw-mixed": FusedCase(
-        Plan(stages=2, pulled_rows=2, direct_tokens=0),
+        Plan(stages=2, pulled_rows=2, direct_tokens=0, urgent_tokens=0),
         ((90, 31), (9, 40)),
         raw=torch.int32,
         spec=replace(_SMALL, intermediate=256),
@@ -123,7 +128,10 @@ CASES: Final = {
     "experts": FusedCase(Plan(wide=False, stages=2), ((13,), (5,)), grid=2, spec=replace(_SMALL, experts=72)),
     "nothing": FusedCase(Plan(wide=False, stages=2), ((0, 0), (0, 1)), spec=_SMALL),
     "four-ranks": FusedCase(
-        Plan(wide=False, stages=2, wave_experts=1, direct_tokens=0), ((5, 0, 9, 1), (2, 8, 0, 0)), grid=2, spec=_SMALL
+        Plan(wide=False, stages=2, wave_experts=1, direct_tokens=0, urgent_tokens=2),
+        ((5, 0, 9, 1), (2, 8, 0, 0)),
+        grid=2,
+        spec=_SMALL,
     ),
 }
 

@@ -32,7 +32,9 @@ _SWAP: Final = Plan(wide=False, stages=2)
 
 CASES: Final = {
     "calls": FusedCase(_SWAP, ((9, 4), (2, 11), (6, 6)), grid=2, spec=_SMALL),
-    "calls-dispatch": FusedCase(replace(_SWAP, direct_tokens=0), ((9, 4), (2, 11), (6, 6)), grid=2, spec=_SMALL),
+    "calls-dispatch": FusedCase(
+        replace(_SWAP, direct_tokens=0, urgent_tokens=0), ((9, 4), (2, 11), (6, 6)), grid=2, spec=_SMALL
+    ),
     "calls-raw": FusedCase(_SWAP, ((9, 4), (2, 11), (6, 6)), grid=2, raw=torch.int32, spec=_SMALL),
     # More CTAs than tiles: the others may end the call before the last CTA has read the counts.
     "calls-one": FusedCase(_SWAP, ((1, 0), (1, 0), (0, 1), (1, 0)), grid=6, spec=_SMALL),

@@ -6,13 +6,13 @@ under the usual names is found out by calling its activation on a few numbers.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megamoe.errors import InputError, SpecError, WeightError
 from megamoe.formats import fp8_block
@@ -139,7 +139,8 @@ _WATCHED: Final = (
     *("activation_scheme", "block_size"),
 )
 
-_known: MutableMapping[nn.Module, Known] = WeakIdKeyDictionary()
+_known: dict[int, tuple[weakref.ref[nn.Module], Known]] = {}
+"""By a module's id. torch's WeakIdKeyDictionary would do, but makes a key in Python at every look."""
 
 
 def checked(module: nn.Module) -> tuple[Parameters, float | None]:
@@ -154,10 +155,12 @@ def checked(module: nn.Module) -> tuple[Parameters, float | None]:
     own, parameters = module.__dict__, module._parameters
     elsewhere = parameters.get("gate_up_proj") is None or parameters.get("down_proj") is None
     attributes = (*map(own.get, _WATCHED), module._modules.get("act_fn"), elsewhere)
-    known = _known.get(module)
-    if known is None or known.attributes != attributes:
+    key = id(module)
+    reference, known = _known.get(key, (None, None))
+    if reference is None or known is None or reference() is not module or known.attributes != attributes:
         check(module)
-        known = _known[module] = Known(attributes, clamp_of(module))
+        known = Known(attributes, clamp_of(module))
+        _known[key] = weakref.ref(module, lambda _: _known.pop(key, None)), known
     if elsewhere:
         return parameters_of(module), known.clamp
     found = Parameters(
