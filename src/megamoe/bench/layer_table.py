@@ -20,6 +20,11 @@ def _group(row: Row) -> tuple[str, int, int, str]:
     return row["model"], row["experts_per_rank"], row["ranks"], row["routing"]
 
 
+def _title(group: tuple[str, int, int, str]) -> str:
+    name, experts, ranks, routing = group
+    return f"{name}, {experts} experts a rank, {ranks} rank{'s' if ranks > 1 else ''}, {routing} routing"
+
+
 def time_table(rows: list[Row]) -> str:
     """Markdown: one column for each token count; `rows` are of one layer and routing, all engines and protocols."""
     by = {(row["tokens"], row["protocol"]): row for row in rows if row["engine"] == "megamoe"}
@@ -81,14 +86,10 @@ def tables(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     every = [row for row in document["rows"] if "e2e_us" in row or "kernel_us" in row]
     timed = [row for row in every if row["bound"] == row["tokens"]]
     for group in sorted({_group(row) for row in timed if row["engine"] == "megamoe"}):
-        name, experts, ranks, routing = group
-        title = f"{name}, {experts} experts a rank, {ranks} rank{'s' if ranks > 1 else ''}, {routing} routing"
-        yield title, time_table([row for row in timed if _group(row) == group])
-    for group in sorted({_group(row) for row in every if row["bound"] != row["tokens"]}):
-        own = [
-            row for row in every if _group(row) == group and row["engine"] == "megamoe" and row["protocol"] == "paced"
-        ]
-        yield f"{group[0]}, {group[1]} experts a rank, {group[2]} rank, one bound for smaller calls", bound_table(own)
+        yield _title(group), time_table([row for row in timed if _group(row) == group])
+    paced = [row for row in every if row["engine"] == "megamoe" and row["protocol"] == "paced"]
+    for group in sorted({_group(row) for row in paced if row["bound"] != row["tokens"]}):
+        yield f"{_title(group)}, one bound for smaller calls", bound_table([r for r in paced if _group(r) == group])
     staged = [row for row in document["rows"] if "phase" in row]
     if staged:
         yield "errors", error_table(staged)

@@ -70,8 +70,8 @@ class Plan:
         staging_buffers: staging buffers of a math warpgroup.
         pulled_rows: token rows that a CTA's dispatch warp has in flight.
         direct_tokens: up to so many tokens of all ranks, rows are brought while the routes are listed, by all warps.
-        urgent_tokens: tokens, of those that it lists, that a CTA's math warps bring before their first tile; the dispatch
-            warps bring what exceeds it.
+        urgent_tokens: tokens, of those that it lists, that a CTA's math warps bring before their first tile; the
+            dispatch warps bring what exceeds it.
         wave_experts: experts of one wave of the tile order; None: all of a rank, so all first GEMMs come first, unless
             `link_bytes` says otherwise.
         lag: waves by which the second GEMM stays behind the first; with it, tiles of the two alternate.

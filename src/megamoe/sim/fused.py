@@ -63,7 +63,7 @@ class FusedCase:
 
 _SMALL: Final = replace(SPEC, hidden=256, intermediate=128, experts=4)
 
-# Small calls bring their rows while they list routes. direct_tokens=0 leaves that to the math warps, as far as an expert
+# Small calls bring their rows while they list routes. direct_tokens=0 leaves that to the math warps, where an expert
 # is among those of the first tiles (here nearly all of them are), and urgent_tokens=0 to the dispatch warps.
 CASES: Final = {
     "wide": FusedCase(Plan(swap=False, stages=2), ((70, 33), (9, 140)), spec=replace(_SMALL, intermediate=256)),

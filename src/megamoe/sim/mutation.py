@@ -58,6 +58,8 @@ USUAL: Final = (
     "fused/swap",
     "fused/queue",
     "fused/mixed",
+    "fused/carried",
+    "fused/alternating",
     "fused/calls",
     "fused/calls-empty",
     "absent-peer/swap",
