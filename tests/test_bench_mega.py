@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megamoe.bench import layer, mega
-from megamoe.bench.layer_table import tables
+from megamoe.bench.layer_table import bound_table, tables
 from megamoe.bench.models import model
 from megamoe.bench.request import Request
 from megamoe.cuda.fused import sizes_of
@@ -70,6 +70,18 @@ def test_the_gpu_engine_is_measured_where_it_would_be_chosen(
     assert (rows == [{"by": "gpu"}]) is by_gpu
     if not by_gpu:
         assert [row["variant"] for row in rows] == ["cpu"]
+
+
+def test_a_bound_has_a_line_and_smaller_calls_are_its_columns() -> None:
+    times = {(8, 8): 10.0, (64, 64): 20.4, (64, 8): 11.0, (512, 8): 12.6, (512, 64): 21.0, (512, 512): 30.0}
+    rows = [{"bound": b, "tokens": m, "kernel_us": {"median": t}} for (b, m), t in times.items()]
+    assert bound_table(rows).splitlines() == [
+        "| M | 8 | 64 |",
+        "|---|---|---|",
+        "| bound M | 10 | 20 |",
+        "| bound 64 | 11 | 20 |",
+        "| bound 512 | 13 | 21 |",
+    ]
 
 
 def test_the_documentation_shows_the_record() -> None:

@@ -77,7 +77,7 @@ class Plan:
         lag: waves by which the second GEMM stays behind the first; with it, tiles of the two alternate.
         link_bytes: what a CTA's share of the link sends to other ranks in the time of one k-block. A call whose results
             would take longer than all second GEMMs alternates both GEMMs instead, in waves with a lag of one; each rank
-            finds out for itself, from the call's routing. 0: never.
+            finds out for itself, from the call's routing. 0: never. The default is of H200s, where it was tried.
         weights: how the weights lie in memory. The engine sets it to what was loaded; the bits are the same.
         peek: test the next stage's barrier under the last product of a k-block.
         trace: record time stamps (`Sizes.trace_words` must provide for them).

@@ -82,12 +82,12 @@ MEGAMOE_DEVICE void combine_columns(const Params& p, u32 token, u32 begin, u32 e
 // Warp `first` of `step` warps. Where there are fewer tokens than warps, several share the columns of one: a warp has the
 // loads of only kSteps * kWidth columns in flight.
 MEGAMOE_DEVICE void combine_tokens(const Params& p, u32 tokens, u32 first, u32 step, bool failed) {
-  constexpr u32 kSpans = (kHidden + 255) / 256;
+  constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;
   const u32 sharing = tokens == 0 || tokens >= step ? 1 : step / tokens;
   const u32 spans = (kSpans + sharing - 1) / sharing, pieces = (kSpans + spans - 1) / spans;
   for (u32 i = first; i < tokens * pieces; i += step) {
-    const u32 t = i / pieces, begin = (i - t * pieces) * spans * 256;
-    combine_columns(p, t, begin, begin + spans * 256 < kHidden ? begin + spans * 256 : kHidden, failed);
+    const u32 t = i / pieces, begin = (i - t * pieces) * spans * kWidth, end = begin + spans * kWidth;
+    combine_columns(p, t, begin, end < kHidden ? end : kHidden, failed);
   }
 }
 

@@ -1,5 +1,5 @@
 // Dispatch: the dispatch warp of each CTA fetches token rows from their ranks and lays them into the expert-major pool. In
-// calls with few tokens list.cuh has done so already.
+// calls with few tokens list.cuh has done so already, in others the math warps bring those of the first tiles.
 //
 // Rows are taken in pool order, dealt round robin to the CTAs, so that the experts fill up in the order in which the
 // schedule wants them. A row that several local experts use is fetched once, by its lowest pool row, and stored to all:

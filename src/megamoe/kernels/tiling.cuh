@@ -47,8 +47,8 @@ class Tiling {
   }
 
  private:
-  // Carrying takes 0.6 of the time of a plain wide tile, whatever the number of tokens, a swapped tile 0.8 of it, but its own way
-  // of the weights from HBM or the L2.
+  // Carrying lengthens a wide tile by most of what a swapped tile takes, whatever the number of tokens, but saves a pass over
+  // the weights: few carriers, or it no longer pays.
   static constexpr u32 kCarriers = 2, kCarriedDivisor = kCarried == 0 ? 1 : kCarried;
 
   u32 plain_;      // wide tiles that carry nothing
