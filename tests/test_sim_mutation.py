@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megamoe.cuda.sources import KERNELS
-from megamoe.sim.build import Kernel
+from megamoe.sim.build import HERE, Kernel
 from megamoe.sim.mutation import KINDS, USUAL, Outcome, Site, Survivors, mutate
 from megamoe.sim.plans import Runner, find, plans
 from megamoe.sim.requirements import missing
@@ -119,6 +119,22 @@ def test_survivors_are_known_by_their_text_not_their_line(tmp_path: Path) -> Non
     assert list(Survivors(known, [tmp_path]).unreviewed([second])) == [second]  # another call that reads the same
     other = Outcome("plan", Site("a.cuh:4 < a.cuh:5", "B"), "")
     assert list(Survivors(known, [tmp_path]).unreviewed([other])) == [other]
+
+
+def test_an_entry_that_quotes_a_line_which_is_gone_is_stale(tmp_path: Path) -> None:
+    (tmp_path / "a.cuh").write_text("for (u32 i = 0; i < n; ++i) ptx::syncwarp();\ncall(y);\ncall(y);\n")
+    where = "a.cuh: for (u32 i = 0; i < n; ++i) ptx::syncwarp(); < a.cuh: call(y); #2"
+    entry = {"where": where, "kind": "drop syncwarp", "plans": "p", "why": "w"}
+    known = tmp_path / "survivors.json"
+    known.write_text(json.dumps([entry]))
+    assert Survivors(known, [tmp_path]).stale() == []
+    for changed in (where.replace("< n", "< m"), where.replace("#2", "#3"), where.replace("call(y)", "call(x)")):
+        known.write_text(json.dumps([entry, {**entry, "where": changed}]))
+        assert [e["where"] for e in Survivors(known, [tmp_path]).stale()] == [changed]
+
+
+def test_no_reviewed_survivor_quotes_a_line_that_is_gone() -> None:
+    assert Survivors(SURVIVORS, (KERNELS, HERE)).stale() == []
 
 
 def test_the_survivors_file_is_reviewed() -> None:

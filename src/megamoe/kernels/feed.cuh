@@ -17,35 +17,36 @@ struct Maps {
   CUtensorMap w13, w2;
 };
 
+// No weight tile has only 128 rows.
+constexpr bool kWholeTiles = kHidden % kWeightRows == 0 && 2 * kIntermediate % kWeightRows == 0;
+
 class Feed {
  public:
   MEGAMOE_DEVICE Feed(const Maps& maps, const Params& p, Smem base)
       : maps_(maps), p_(p), base_(base), ring_{0, 1}, trace_(p, kTraceLoader, true) {}
 
+  // Nothing of a tile is loaded before its tokens are there: weights sent for ahead of them fill the stages no sooner, and
+  // keep the memory from those who still bring tokens.
   MEGAMOE_DEVICE void run() {
     Schedule schedule(base_);
     TileQueue queue(base_, 1);
     Tile tile{};
-    bool first = true;
     set_fact(base_, kNextItem, blockIdx.x);
     while (schedule.find(fact(base_, kNextItem), tile)) {
       queue.post(tile, false);
-      // Asked for early, so that the answer is there when this tile is done; kept in shared memory: registers are few.
-      set_fact(base_, kNextItem, gridDim.x + ptx::atom_add_relaxed_gpu(barrier_word(p_, epoch(), kTaken), 1u));
       const Copy copy(*this, tile);
-      // The first tile's weights need not wait for its tokens: they fill the empty ring meanwhile.
-      const u32 ahead = first ? (FusedTile::kStages < copy.blocks ? FusedTile::kStages : copy.blocks) : 0;
-      first = false;
-      for (u32 k = 0; k < ahead; ++k) copy.weights(k, k);
       wait_for_tokens(tile);
       trace_(Event::kWait);
+      // Not asked for before the wait: a CTA that waits takes no tile that another one could begin.
+      const u32 taken = ptx::atom_inc_relaxed_gpu(barrier_word(p_, ptx::fresh(epoch()), kTaken));
 #pragma unroll 1
-      for (u32 k = 0; k < copy.blocks; ++k) {
-        if (k >= ahead) ptx::mbarrier_wait(base_ + (FusedTile::kEmpty + ring_.stage * 8), ring_.parity);
-        copy.announce(ring_.stage);
-        if (k >= ahead) copy.weights(k, ring_.stage);
-        copy.tokens(k, ring_.stage);
+      for (u32 k = 0; k < copy.blocks(); ++k) {
+        ptx::mbarrier_wait(base_ + (FusedTile::kEmpty + ring_.stage * 8), ring_.parity);
+        copy.load(k, ring_.stage);
         ring_.advance();
+        // By now the answer is there. `fresh`, or the compiler waits for it before the loop; kept in shared memory: registers
+        // are few.
+        if (k == 1 || copy.blocks() == 1) set_fact(base_, kNextItem, gridDim.x + ptx::fresh(taken));
       }
       trace_(Event::kFeed);
     }
@@ -59,31 +60,33 @@ class Feed {
     const Params& p;
     Smem base;
     bool second, both;
-    u32 blocks, row, token_rows;
+    u32 row, token_rows;
     u32 half;          // weight tiles before this one's first; weight rows where they are row-major
-    u32 weight_scale;  // floats before this tile's
+    u32 weight_scale;  // floats before this tile's, see scales()
 
     MEGAMOE_DEVICE Copy(const Feed& feed, const Tile& tile)
         : maps(feed.maps_), p(feed.p_), base(feed.base_), second(tile.second), row(tile.row) {
-      blocks = second ? kBlocks2 : kBlocks1;
-      both = tile.column * kWeightRows + 128 < (second ? kHidden : 2 * kIntermediate);
+      both = kWholeTiles || tile.column * kWeightRows + 128 < (second ? kHidden : 2 * kIntermediate);
       // Never a row of another expert: it may be in the making.
       token_rows = (tile.rows + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
       half = (tile.expert * (second ? kHidden / 128 : 2 * kIntermediate / 128) + tile.column * 2) *
-             (kRowMajorWeights ? 128 : blocks);
-      weight_scale = (tile.expert * (second ? kTiles2 : kTiles1) + tile.column) * blocks * 4;
+             (kRowMajorWeights ? 128 : blocks());
+      weight_scale = (tile.expert * (second ? kTiles2 : kTiles1) + tile.column) * blocks() * 4;
     }
 
+    MEGAMOE_DEVICE u32 blocks() const { return second ? kBlocks2 : kBlocks1; }  // not kept: registers are few
+    MEGAMOE_DEVICE u32 scales() const { return kWholeTiles && !kRowMajorWeights ? half * 2 : weight_scale; }
     MEGAMOE_DEVICE Smem full(u32 stage) const { return base + (FusedTile::kFull + stage * 8); }
 
-    // The loader's arrival, for all bytes of the stage. Never before wait_for_tokens: through it the math warps, too, see
-    // what this lane waited for. Copies may complete before they are announced; the phase waits for the arrival.
-    MEGAMOE_DEVICE void announce(u32 stage) const {
+    // K-block k into an empty stage. The loader's arrival announces all bytes, and through it the math warps, too, see what
+    // this lane waited for.
+    MEGAMOE_DEVICE void load(u32 k, u32 stage) const {
       ptx::mbarrier_arrive_expect_tx(full(stage), token_rows * (kBlockDepth + 4) + (both ? 2 : 1) * kWeightTileBytes +
                                                       FusedTile::kTileScaleBytes);
+      weights(k, stage);
+      tokens(k, stage);
     }
 
-    // The stage is empty.
     MEGAMOE_DEVICE void weights(u32 k, u32 stage) const {
       const Smem to = base + (stage * FusedTile::kStageBytes + FusedTile::kBytesA);
       if constexpr (kRowMajorWeights) {
@@ -93,10 +96,10 @@ class Feed {
       } else {
         const u8* from = (second ? p.w2 : p.w13) + static_cast<u64>(half + k) * kWeightTileBytes;
         ptx::bulk_load(to, from, kWeightTileBytes, full(stage));
-        if (both) ptx::bulk_load(to + kWeightTileBytes, from + blocks * kWeightTileBytes, kWeightTileBytes, full(stage));
+        if (both) ptx::bulk_load(to + kWeightTileBytes, from + blocks() * kWeightTileBytes, kWeightTileBytes, full(stage));
       }
       ptx::bulk_load(base + (FusedTile::kTileScales + stage * FusedTile::kTileScaleBytes),
-                     (second ? p.w2_scales : p.w13_scales) + weight_scale + k * 4, FusedTile::kTileScaleBytes,
+                     (second ? p.w2_scales : p.w13_scales) + scales() + k * 4, FusedTile::kTileScaleBytes,
                      full(stage));
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -247,6 +248,17 @@ class Survivors:
     def unreviewed(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         """Survivors without a reason."""
         return (o for o in outcomes if not o.noticed and self.reason(o) is None)
+
+    def stale(self) -> list[dict[str, str]]:
+        """Entries that quote a line which is not there any more."""
+
+        def quotes_a_line(part: str) -> bool:
+            name, _, words = part.partition(": ")
+            words, _, number = words.partition(" #")
+            same = sum(" ".join(line.split()) == words for line in self._lines.get(name, []))
+            return same >= int(number or 1)
+
+        return [e for e in self.entries if not all(map(quotes_a_line, re.split(r" < (?=\w+\.cuh?: )", e["where"])))]
 
     def draft(self, outcomes: Iterable[Outcome]) -> list[dict[str, str]]:
         """Entries for survivors that have none yet, with an empty reason to fill in."""

@@ -51,6 +51,8 @@ extern "C" __global__ void __launch_bounds__(128) memory_accesses(const __grid_c
     p.out[n++] = ptx::atom_cas_acq_rel_sys(p.words + 8, 100, 200);
     p.out[n++] = ptx::atom_cas_acq_rel_sys(p.words + 8, 100, 300);
     p.out[n++] = ptx::ld_relaxed_sys(p.words + 8);
+    p.out[n++] = ptx::atom_inc_relaxed_gpu(p.words + 8);
+    p.out[n++] = ptx::ld_relaxed_sys(p.words + 8);
     u32 m = 0;
     one_of_each(p.longs, 0xfffffffffffffff0ull, [&](u64 v) { p.out_long[m++] = v; });
     ptx::st_relaxed_sys_v2(p.longs + 8, 0x0123456789abcdefull, 0xfedcba9876543210ull);

@@ -113,6 +113,13 @@ MEGAMOE_DEVICE u32 atom_add_relaxed_gpu(u32* p, u32 v) {
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
   return old;
 }
+// Adds one, as long as the word is small. For an answer that is not needed at once: ptxas 13.0.88 makes one addition of a
+// warp's atom.add and hands its answer round with a shuffle, which waits for it.
+MEGAMOE_DEVICE u32 atom_inc_relaxed_gpu(u32* p) {
+  u32 old;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(0x7fffffffu) : "memory");
+  return old;
+}
 MEGAMOE_DEVICE u32 atom_add_relaxed_sys(u32* p, u32 v) {
   u32 old;
   asm volatile("atom.relaxed.sys.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");

@@ -60,6 +60,7 @@ MEGAMOE_SIM_WORDS(u64, gpu)
 MEGAMOE_SIM_WORDS(u64, sys)
 #undef MEGAMOE_SIM_WORDS
 
+MEGAMOE_DEVICE u32 atom_inc_relaxed_gpu(u32* p) { return atom_add_relaxed_gpu(p, 1u); }
 MEGAMOE_DEVICE u32 atom_add_shared(Smem p, u32 v) {
   return static_cast<u32>(sim::atomic_add(p.pointer, v, 4, sim::Order::relaxed, sim::Scope::gpu));
 }
