@@ -74,12 +74,13 @@ CASES: Final = {
         hot=5,
         spec=replace(SPEC, experts=6),
     ),
-    # An expert with 270 tokens: two wide tiles, which carry 8 and 6 more.
+    # An expert with 270 tokens: two wide tiles, which carry 8 and 6 more. One CTA, so that other tiles follow them.
     "carried": FusedCase(
         Plan(stages=2, carried_tokens=8, direct_tokens=0),
         ((77, 61), (9, 30)),
+        grid=1,
         hot=2,
-        spec=replace(_SMALL, intermediate=256),
+        spec=replace(SPEC, experts=4),
     ),
     # Both GEMMs alternate, as a rank finds from the routing: where most results leave it.
     "alternating": FusedCase(
