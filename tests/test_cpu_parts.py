@@ -301,6 +301,52 @@ def test_fused_decoding_is_exact_for_every_byte() -> None:
     assert torch.equal(out.nan_to_num(0.5), expected.nan_to_num(0.5))
 
 
+def decodes(function: fused.Fused, rows: int, columns: int, wider: int = 0) -> None:
+    """`function` decodes a matrix of this size, `wider` columns of which it must not touch."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    byte = torch.randint(-128, 127, (rows, columns), generator=generator, dtype=torch.int8)
+    scale = torch.rand(rows // 128, columns // 128, generator=generator)
+    room = torch.full((rows, columns + wider), 7.0)
+    assert function.call(byte, scale, room[:, :columns]) is not None
+    want = torch.empty(rows, columns)
+    fused._decode_e4m3(128)(byte, scale, want)
+    assert torch.equal(room[:, :columns].nan_to_num(0.5), want.nan_to_num(0.5))
+    assert (room[:, columns:] == 7).all()
+
+
+def test_each_combination_of_sizes_has_its_own_loop_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused.FusedBySizes, "MOST_SIZES", 2)
+    function = fused.FusedBySizes(fused._decode_e4m3(128))
+    decodes(function, 256, 384)
+    decodes(function, 256, 384, wider=8)  # the same shape with other strides
+    decodes(function, 256, 384)
+    assert len(function._by_sizes) == 2
+    assert function._compiled is None
+    decodes(function, 384, 256)
+    assert len(function._by_sizes) == 2
+    assert function._compiled is not None  # any sizes
+
+
+def test_torchs_switch_turns_loops_of_fixed_sizes_off() -> None:
+    function = fused.FusedBySizes(fused._decode_e4m3(128))
+    with torch.compiler.set_stance("force_eager"):
+        decodes(function, 256, 256)
+    assert not function._by_sizes
+    decodes(function, 256, 256)
+    assert function._by_sizes
+
+
+def test_a_compiler_that_takes_no_fixed_sizes_is_used_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise AttributeError("another version")
+
+    monkeypatch.setattr(torch._inductor, "compile", refuses)
+    function = fused.FusedBySizes(fused._decode_e4m3(128))
+    decodes(function, 256, 384)
+    assert not function._by_sizes
+    assert function._compiled is not None
+
+
 @pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rounding_has_the_bits_of_the_format(scale_format: Any, dtype: torch.dtype) -> None:

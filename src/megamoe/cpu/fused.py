@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,16 @@ from megamoe.formats.fp8_block import E4M3_MAX, SMALLEST_AMAX
 from megamoe.spec import BLOCK, ScaleFormat
 from megamoe.weights import INTERLEAVED_ROWS
 
-__all__ = ["LEAST_ELEMENTS", "Fused", "activate", "decode_e4m3", "matvec_bf16", "matvec_e4m3", "round_e4m3"]
+__all__ = [
+    "LEAST_ELEMENTS",
+    "Fused",
+    "FusedBySizes",
+    "activate",
+    "decode_e4m3",
+    "matvec_bf16",
+    "matvec_e4m3",
+    "round_e4m3",
+]
 
 LEAST_ELEMENTS: Final = 1 << 20
 """Elements of a matrix from which compiling (seconds, once a process; less with torch's cache on disk) pays."""
@@ -122,8 +132,74 @@ class Fused:
             return None
 
 
+Sizes = tuple[tuple[torch.Size, tuple[int, ...]], ...]
+"""Shape and strides of each argument."""
+
+
+@cache
+def _switches() -> tuple[Any, Any]:
+    """The modules with torch's own switches, imported (a second of work) only where something is compiled."""
+    from torch._dynamo import config, eval_frame
+
+    return config, eval_frame
+
+
+def _compiles_by_default() -> bool:
+    """Whether torch's own switches leave compilation on; False where this version does not say."""
+    config, eval_frame = _switches()
+    stance = getattr(getattr(eval_frame, "_stance", None), "stance", None)
+    return stance == "default" and not getattr(config, "disable", True)
+
+
+class FusedBySizes(Fused):
+    """One function without a result, compiled for each combination of sizes that it meets.
+
+    For what is called hundreds of times with the same few: a call does without Dynamo, which looks up its guards anew
+    each time (some 50 us on an AMD EPYC), and the loops have constant bounds. More than `MOST_SIZES` combinations, and
+    versions of torch that cannot do it, are left to `Fused`.
+    """
+
+    MOST_SIZES: Final = 8
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        super().__init__(function)
+        self._by_sizes: dict[Sizes, Callable[..., Any]] = {}
+        self._only_any_sizes = False
+
+    def call(self, *arguments: torch.Tensor) -> tuple[Any] | None:
+        """`Fused.call`."""
+        if self._failed or self._only_any_sizes or not _compiles_by_default():
+            return super().call(*arguments)
+        sizes = tuple((a.shape, a.stride()) for a in arguments)
+        compiled = self._by_sizes.get(sizes)
+        if compiled is None:
+            compiled = self._compile(arguments) if len(self._by_sizes) < self.MOST_SIZES else None
+            if compiled is None:
+                return super().call(*arguments)
+            self._by_sizes[sizes] = compiled
+        with torch.inference_mode():
+            return (compiled(*arguments),)
+
+    def _compile(self, arguments: tuple[torch.Tensor, ...]) -> Callable[..., Any] | None:
+        """None where it cannot be done this way: `Fused` then tries its own, and says so if that fails too."""
+        try:
+            import torch._inductor
+            from torch.fx.experimental.proxy_tensor import make_fx
+
+            with torch.inference_mode():
+                # Traced on empty copies: tracing runs the function, which writes to its arguments.
+                traced = make_fx(self._function)(*map(torch.empty_like, arguments))
+                compiled: Callable[..., Any] = torch._inductor.compile(
+                    traced, list(arguments), options={"compile_threads": 1}
+                )
+                return compiled
+        except Exception:
+            self._only_any_sizes = True
+            return None
+
+
 # The rows that share a scale are part of the function: as a variable they cost the inner loop a division.
-decode_e4m3 = {rows: Fused(_decode_e4m3(rows)) for rows in (BLOCK, INTERLEAVED_ROWS)}
+decode_e4m3 = {rows: FusedBySizes(_decode_e4m3(rows)) for rows in (BLOCK, INTERLEAVED_ROWS)}
 """By rows that share a scale: ``(int8 [N, K], float32 [N/rows, K/128], float32 out [N, K])``, write scaled weights."""
 
 matvec_e4m3 = {rows: Fused(_matvec_e4m3(rows)) for rows in (BLOCK, INTERLEAVED_ROWS)}

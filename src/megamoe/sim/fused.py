@@ -80,7 +80,7 @@ CASES: Final = {
         ((77, 61), (9, 30)),
         grid=1,
         hot=2,
-        spec=replace(SPEC, experts=4),
+        spec=replace(_SMALL, intermediate=256),
     ),
     # Both GEMMs alternate, as a rank finds from the routing: where most results leave it.
     "alternating": FusedCase(
