@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -146,6 +147,9 @@ def test_fields_do_not_overlap(s):
 def test_arena_of_the_largest_common_layer_stays_below_512_mib():
     s = Sizes(hidden=4096, intermediate=2048, topk=6, ranks=8, local_experts=32, capacity=8192)
     assert total_bytes(ARENA, s) <= 512 * 2**20
+    said = " ".join((Path(__file__).parents[1] / "docs" / "tuning.md").read_text().split())
+    mib = [round(total_bytes(fields, s) / 2**20) for fields in (ARENA, WORKSPACE)]
+    assert "its arena takes {} MiB and its workspace, shared by all layers of a shape, {} MiB".format(*mib) in said
 
 
 @given(sizes, st.integers(0, 2**31))

@@ -102,6 +102,10 @@ def _matvec_bf16(weights: torch.Tensor, expert: torch.Tensor, x: torch.Tensor) -
     return (weights[expert].float() * x.float().unsqueeze(1)).sum(-1)
 
 
+_FAILURES: Final = (RuntimeError, OSError, ImportError)
+"""What a missing or broken compiler raises."""
+
+
 class Fused:
     """One function, compiled at its first call; any sizes."""
 
@@ -121,7 +125,7 @@ class Fused:
             # One mode whatever the caller's is: each would be compiled anew.
             with torch.inference_mode():
                 return (self._compiled(*arguments),)
-        except (RuntimeError, OSError, ImportError) as error:
+        except _FAILURES as error:
             self._failed = True
             warnings.warn(
                 f"megamoe's CPU engine goes on with plain torch operations, which are slower for FP8 experts: "
@@ -132,8 +136,8 @@ class Fused:
             return None
 
 
-Sizes = tuple[tuple[torch.Size, tuple[int, ...]], ...]
-"""Shape and strides of each argument."""
+Sizes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+"""Shape, strides and type of each argument."""
 
 
 @cache
@@ -170,15 +174,19 @@ class FusedBySizes(Fused):
         """`Fused.call`."""
         if self._failed or self._only_any_sizes or not _compiles_by_default():
             return super().call(*arguments)
-        sizes = tuple((a.shape, a.stride()) for a in arguments)
+        sizes = tuple((a.shape, a.stride(), a.dtype) for a in arguments)
         compiled = self._by_sizes.get(sizes)
         if compiled is None:
             compiled = self._compile(arguments) if len(self._by_sizes) < self.MOST_SIZES else None
             if compiled is None:
                 return super().call(*arguments)
             self._by_sizes[sizes] = compiled
-        with torch.inference_mode():
-            return (compiled(*arguments),)
+        try:
+            with torch.inference_mode():
+                return (compiled(*arguments),)
+        except _FAILURES:
+            self._only_any_sizes = True
+            return super().call(*arguments)
 
     def _compile(self, arguments: tuple[torch.Tensor, ...]) -> Callable[..., Any] | None:
         """None where it cannot be done this way: `Fused` then tries its own, and says so if that fails too."""
@@ -193,7 +201,7 @@ class FusedBySizes(Fused):
                     traced, list(arguments), options={"compile_threads": 1}
                 )
                 return compiled
-        except Exception:
+        except Exception:  # whatever another version raises; nothing is lost but speed
             self._only_any_sizes = True
             return None
 

@@ -1,7 +1,8 @@
 // Listing: from ids, positions and the pool's layout to the route table, step 4 of the routing.
 //
 // Each CTA reads the routes of a share of all ranks' tokens and writes two tables: what each pool row holds, and where each
-// token goes. A token's lowest pool row is the one that fetches it, for all its rows at once (dispatch.cuh), but for those below.
+// token goes. A token's lowest pool row is the one that fetches it, for all its rows at once (dispatch.cuh), but for those
+// below.
 // In a call with few tokens a warp brings a token's row in the same step, the second table is not needed, and the dispatch
 // warps have nothing to do. In larger ones the math warps, which have nothing to multiply yet, bring the tokens of the first
 // tiles.

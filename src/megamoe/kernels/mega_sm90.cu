@@ -2,8 +2,8 @@
 //
 // A token's way: its row is staged (e4m3) in its rank's arena, here or before the launch -> routing tells the experts' rank
 // where it goes -> a dispatch warp, the warp that lists it in small calls, or a math warp for the first tiles brings it over
-// NVLink into the expert-major pool -> first GEMM, SwiGLU, requantisation -> intermediate pool -> second GEMM -> BF16 row stored into the combine buffer
-// of the token's rank -> combine -> output.
+// NVLink into the expert-major pool -> first GEMM, SwiGLU, requantisation -> intermediate pool -> second GEMM -> BF16 row
+// stored into the combine buffer of the token's rank -> combine -> output.
 //
 // A CTA has 384 threads. All of them route; then each warp has its role:
 //   warp 0        loader    takes tiles, fills their stages (feed.cuh)
@@ -30,9 +30,9 @@
 //   stored         store warps -> the last of them   result tiles of this rank
 //   done[r]        rank r -> math warps              all results of rank r are stored
 // Memory: the list of the first tiles' tokens lies in a staging buffer until the math warps have brought them (a barrier of
-// theirs lies behind). Stages belong to the loader between empty and full, to math between full and empty; a staging buffer to its
-// warpgroup between free and staged, to its store warp between staged and free; the tables are written before the roles
-// start. Before that, shared memory from offset 0 holds the routing's histogram and places (a barrier lies between).
+// theirs lies behind). Stages belong to the loader between empty and full, to math between full and empty; a staging buffer
+// to its warpgroup between free and staged, to its store warp between staged and free; the tables are written before the
+// roles start. Before that, shared memory from offset 0 holds the routing's histogram and places (a barrier lies between).
 #include "combine.cuh"
 #include "dispatch.cuh"
 #include "feed.cuh"

@@ -74,11 +74,18 @@ CASES: Final = {
         hot=5,
         spec=replace(SPEC, experts=6),
     ),
-    # An expert with 270 tokens: two wide tiles, which carry 8 and 6 more. One CTA, so that other tiles follow them.
+    # An expert with 270 tokens: two wide tiles, which carry 8 and 6 more. One CTA, so that other tiles follow them;
+    # below, several, so that one reads what another one has made.
     "carried": FusedCase(
         Plan(stages=2, carried_tokens=8, direct_tokens=0),
         ((77, 61), (9, 30)),
         grid=1,
+        hot=2,
+        spec=replace(_SMALL, intermediate=256),
+    ),
+    "carried-shared": FusedCase(
+        Plan(stages=2, carried_tokens=8, direct_tokens=0),
+        ((77, 61), (9, 30)),
         hot=2,
         spec=replace(_SMALL, intermediate=256),
     ),

@@ -254,9 +254,10 @@ class Survivors:
 
         def quotes_a_line(part: str) -> bool:
             name, _, words = part.partition(": ")
-            words, _, number = words.partition(" #")
+            number = re.search(r" #(\d+)$", words)
+            words = words[: number.start()] if number else words
             same = sum(" ".join(line.split()) == words for line in self._lines.get(name, []))
-            return same >= int(number or 1)
+            return same >= (int(number[1]) if number else 1)
 
         return [e for e in self.entries if not all(map(quotes_a_line, re.split(r" < (?=\w+\.cuh?: )", e["where"])))]
 
