@@ -327,6 +327,16 @@ def test_each_combination_of_sizes_has_its_own_loop_up_to_a_limit(monkeypatch: p
     assert function._compiled is not None  # any sizes
 
 
+def test_a_loop_of_fixed_sizes_that_fails_is_left_for_one_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError("its library is gone")
+
+    function = fused.FusedBySizes(fused._decode_e4m3(128))
+    monkeypatch.setattr(function, "_compile", lambda _: fails)
+    decodes(function, 256, 384)
+    assert function._compiled is not None
+
+
 def test_torchs_switch_turns_loops_of_fixed_sizes_off() -> None:
     function = fused.FusedBySizes(fused._decode_e4m3(128))
     with torch.compiler.set_stance("force_eager"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from megamoe.bench.models import MODELS as BENCHMARKED
 from megamoe.cuda.arena import ARENA, WORKSPACE, Sizes, device_header, offsets, total_bytes
 from megamoe.cuda.fused import sizes_of
-from megamoe.cuda.plan import REGISTERS_PER_SM, SHARED_LIMIT, Plan
+from megamoe.cuda.plan import FACT_WORDS, REGISTERS_PER_SM, SHARED_LIMIT, Plan
 from megamoe.cuda.select import select_plan
 from megamoe.cuda.shipped import CARRYING
 from megamoe.cuda.sources import KERNELS
@@ -66,6 +67,13 @@ def test_the_compiled_plans_have_one_that_carries(name, ranks):
     assert [select_plan(s, bound).carried_tokens for bound in (1, 64, 8192)] == [0, 0, 0]
 
 
+def test_the_facts_have_the_room_that_the_kernel_takes():
+    listed = (KERNELS / "layout.cuh").read_text().partition("enum Fact : u32 {")[2].partition("kFactCount")[0]
+    facts = re.findall(r"\bk\w+", re.sub(r"//.*", "", listed))
+    assert "kEpoch" in facts
+    assert len(facts) == FACT_WORDS
+
+
 @given(sizes, st.integers(1, 16384))
 @settings(max_examples=100, deadline=None)
 def test_row_major_weights_need_no_other_plan(s, bound):
@@ -95,7 +103,7 @@ def test_shared_memory_regions_follow_each_other(s):
         64 * 272 - 16
     )  # no padding behind the last row
     assert layout.row_scales - layout.pulled_rows >= plan.pulled_rows * s.hidden
-    assert layout.barriers - layout.tables >= s.local_experts * 12 + 60
+    assert layout.barriers - layout.tables >= s.local_experts * 12 + FACT_WORDS * 4
     assert layout.barriers % 8 == 0
     assert layout.staging % 1024 == 0
 

@@ -17,9 +17,6 @@ struct Maps {
   CUtensorMap w13, w2;
 };
 
-// No weight tile has only 128 rows.
-constexpr bool kWholeTiles = kHidden % kWeightRows == 0 && 2 * kIntermediate % kWeightRows == 0;
-
 class Feed {
  public:
   MEGAMOE_DEVICE Feed(const Maps& maps, const Params& p, Smem base)
@@ -40,13 +37,13 @@ class Feed {
       // Not asked for before the wait: a CTA that waits takes no tile that another one could begin.
       const u32 taken = ptx::atom_inc_relaxed_gpu(barrier_word(p_, ptx::fresh(epoch()), kTaken));
 #pragma unroll 1
-      for (u32 k = 0; k < copy.blocks(); ++k) {
+      for (u32 k = 0; k < copy.blocks; ++k) {
         ptx::mbarrier_wait(base_ + (FusedTile::kEmpty + ring_.stage * 8), ring_.parity);
         copy.load(k, ring_.stage);
         ring_.advance();
         // By now the answer is there. `fresh`, or the compiler waits for it before the loop; kept in shared memory: registers
         // are few.
-        if (k == 1 || copy.blocks() == 1) set_fact(base_, kNextItem, gridDim.x + ptx::fresh(taken));
+        if (k == 1 || copy.blocks == 1) set_fact(base_, kNextItem, gridDim.x + ptx::fresh(taken));
       }
       trace_(Event::kFeed);
     }
@@ -60,22 +57,21 @@ class Feed {
     const Params& p;
     Smem base;
     bool second, both;
-    u32 row, token_rows;
+    u32 blocks, row, token_rows;
     u32 half;          // weight tiles before this one's first; weight rows where they are row-major
-    u32 weight_scale;  // floats before this tile's, see scales()
+    u32 weight_scale;  // floats before this tile's
 
     MEGAMOE_DEVICE Copy(const Feed& feed, const Tile& tile)
         : maps(feed.maps_), p(feed.p_), base(feed.base_), second(tile.second), row(tile.row) {
-      both = kWholeTiles || tile.column * kWeightRows + 128 < (second ? kHidden : 2 * kIntermediate);
+      blocks = second ? kBlocks2 : kBlocks1;
+      both = tile.column * kWeightRows + 128 < (second ? kHidden : 2 * kIntermediate);
       // Never a row of another expert: it may be in the making.
       token_rows = (tile.rows + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
       half = (tile.expert * (second ? kHidden / 128 : 2 * kIntermediate / 128) + tile.column * 2) *
-             (kRowMajorWeights ? 128 : blocks());
-      weight_scale = (tile.expert * (second ? kTiles2 : kTiles1) + tile.column) * blocks() * 4;
+             (kRowMajorWeights ? 128 : blocks);
+      weight_scale = (tile.expert * (second ? kTiles2 : kTiles1) + tile.column) * blocks * 4;
     }
 
-    MEGAMOE_DEVICE u32 blocks() const { return second ? kBlocks2 : kBlocks1; }  // not kept: registers are few
-    MEGAMOE_DEVICE u32 scales() const { return kWholeTiles && !kRowMajorWeights ? half * 2 : weight_scale; }
     MEGAMOE_DEVICE Smem full(u32 stage) const { return base + (FusedTile::kFull + stage * 8); }
 
     // K-block k into an empty stage. The loader's arrival announces all bytes, and through it the math warps, too, see what
@@ -96,10 +92,10 @@ class Feed {
       } else {
         const u8* from = (second ? p.w2 : p.w13) + static_cast<u64>(half + k) * kWeightTileBytes;
         ptx::bulk_load(to, from, kWeightTileBytes, full(stage));
-        if (both) ptx::bulk_load(to + kWeightTileBytes, from + blocks() * kWeightTileBytes, kWeightTileBytes, full(stage));
+        if (both) ptx::bulk_load(to + kWeightTileBytes, from + blocks * kWeightTileBytes, kWeightTileBytes, full(stage));
       }
       ptx::bulk_load(base + (FusedTile::kTileScales + stage * FusedTile::kTileScaleBytes),
-                     (second ? p.w2_scales : p.w13_scales) + scales() + k * 4, FusedTile::kTileScaleBytes,
+                     (second ? p.w2_scales : p.w13_scales) + weight_scale + k * 4, FusedTile::kTileScaleBytes,
                      full(stage));
     }
 

@@ -111,7 +111,7 @@ constexpr u32 kFacts = kTileTable + kLocalExperts * 4;
 enum Fact : u32 {
   kEpoch, kTokens, kTotalRoutes, kTotalTiles, kFailed, kDirect,
   kUrgentRows, kUrgentTokens,  // pool rows of the experts of first tiles, this CTA's tokens that go there (list.cuh)
-  kWave, kLag, kOrderSteps,  // the order of tiles (schedule.cuh)
+  kWave, kLag,  // the order of tiles (schedule.cuh)
   kNextItem, kStepBegin, kStep, kFirstExpert, kSecondExpert,  // the loader's own (schedule.cuh)
   kFactCount
 };

@@ -31,9 +31,6 @@ MEGAMOE_DEVICE Tile carried_part(const Tile& tile) {
 // Whether the plan leaves the order of tiles to the call. Calls with swapped tiles only are too short for it to matter.
 constexpr bool kOrderOpen = kRanks > 1 && kWide && config::kOrderOpen;
 
-// Steps of the sequence: in each the first GEMM of a wave, and the second one of the wave `lag` steps before.
-MEGAMOE_DEVICE constexpr u32 steps_of(u32 wave, u32 lag) { return (kLocalExperts + wave - 1) / wave + lag; }
-
 // Wave and lag of this call. The plan's, or, where it leaves that open: results of `remote` routes go to other ranks, and if
 // that takes longer than the second GEMM of all `tiles`, both GEMMs alternate.
 MEGAMOE_DEVICE void choose_order(Smem base, u32 tiles, u32 remote) {
@@ -50,7 +47,6 @@ MEGAMOE_DEVICE void choose_order(Smem base, u32 tiles, u32 remote) {
   }
   set_fact(base, kWave, wave);
   set_fact(base, kLag, lag);
-  set_fact(base, kOrderSteps, steps_of(wave, lag));
 }
 
 // Its state lies in shared memory, touched by the loader only, once a tile: registers are few.
@@ -65,17 +61,17 @@ class Schedule {
   MEGAMOE_DEVICE bool find(u32 item, Tile& tile) {
     u32 begins = fact(base_, kStepBegin), step = fact(base_, kStep);  // the step's first item
     const u32 wave = kOrderOpen ? fact(base_, kWave) : config::kWaveExperts;
-    const u32 lag = kOrderOpen ? fact(base_, kLag) : config::kLag;
+    const u32 lag = kOrderOpen ? fact(base_, kLag) : config::kLag, steps = (kLocalExperts + wave - 1) / wave + lag;
     u32 first = 0, second = 0;  // token tiles of the step's two halves
 #pragma unroll 1
-    for (;; ++step) {
-      if (step == (kOrderOpen ? fact(base_, kOrderSteps) : steps_of(config::kWaveExperts, config::kLag))) return false;
+    for (; step < steps; ++step) {
       first = tiles_before((step + 1) * wave) - tiles_before(step * wave);
       second = step >= lag ? tiles_before((step - lag + 1) * wave) - tiles_before((step - lag) * wave) : 0;
       const u32 items = first * kTiles1 + second * kTiles2;
       if (item - begins < items) break;
       begins += items;
     }
+    if (step == steps) return false;
     set_fact(base_, kStepBegin, begins);
     set_fact(base_, kStep, step);
     u32 index = place(item - begins, first, second, lag, tile.second);

@@ -63,6 +63,14 @@ class FusedCase:
 
 _SMALL: Final = replace(SPEC, hidden=256, intermediate=128, experts=4)
 
+# An expert with 270 tokens: two wide tiles, which carry 8 and 6 more.
+_CARRIED: Final = FusedCase(
+    Plan(stages=2, carried_tokens=8, direct_tokens=0),
+    ((77, 61), (9, 30)),
+    hot=2,
+    spec=replace(_SMALL, intermediate=256),
+)
+
 # Small calls bring their rows while they list routes. direct_tokens=0 leaves that to the math warps, where an expert
 # is among those of the first tiles (here nearly all of them are), and urgent_tokens=0 to the dispatch warps.
 CASES: Final = {
@@ -74,21 +82,9 @@ CASES: Final = {
         hot=5,
         spec=replace(SPEC, experts=6),
     ),
-    # An expert with 270 tokens: two wide tiles, which carry 8 and 6 more. One CTA, so that other tiles follow them;
-    # below, several, so that one reads what another one has made.
-    "carried": FusedCase(
-        Plan(stages=2, carried_tokens=8, direct_tokens=0),
-        ((77, 61), (9, 30)),
-        grid=1,
-        hot=2,
-        spec=replace(_SMALL, intermediate=256),
-    ),
-    "carried-shared": FusedCase(
-        Plan(stages=2, carried_tokens=8, direct_tokens=0),
-        ((77, 61), (9, 30)),
-        hot=2,
-        spec=replace(_SMALL, intermediate=256),
-    ),
+    # One CTA, so that other tiles follow those that carry; several, so that one reads what another one has made.
+    "carried": replace(_CARRIED, grid=1),
+    "carried-shared": _CARRIED,
     # Both GEMMs alternate, as a rank finds from the routing: where most results leave it.
     "alternating": FusedCase(
         Plan(stages=2, link_bytes=400, staging_buffers=2, direct_tokens=0),
