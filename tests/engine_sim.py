@@ -152,7 +152,7 @@ class World:
         """A call on tensors of the arena (others are placed there); `out` is poisoned with 7. `plain` as the check of a
         call's arguments finds it, unless given: then the fused kernel stages the call."""
         if plain is None:
-            plain = scales is None and all(t.is_contiguous() for t in (x, ids, weights))
+            plain = scales is None and all(t.is_contiguous() for t in (x, ids, weights, x if out is None else out))
         owner = rank if plain else 0  # a staging kernel runs on the stream that rank 0 has
         place = [t if t is None or self._inside(t) else self.place(t, rank=owner) for t in (x, scales, ids, weights)]
         if out is None:

@@ -36,15 +36,23 @@ PLANS = {
     "long-lag": Plan(stages=2, wave_experts=2, lag=3),
     "never": Plan(stages=2, link_bytes=0),
     "one-wave": Plan(stages=2, wave_experts=9),  # more than there are: all of them, and no other order
+    "passes": Plan(stages=2, passes=True, direct_tokens=0),
+    "passes-carrying": Plan(stages=2, carried_tokens=8, passes=True, direct_tokens=0),
+    "passes-swap": Plan(stages=2, wide=False, passes=True, direct_tokens=0),
+    "passes-lag": Plan(stages=2, wave_experts=2, lag=1, passes=True, direct_tokens=0),
 }
+POOL_ROWS = 520
 
 
-def sizes() -> Sizes:
-    return Sizes(hidden=HIDDEN, intermediate=INTERMEDIATE, topk=2, ranks=2, local_experts=EXPERTS, capacity=4096)
+def sizes(plan: Plan) -> Sizes:
+    return Sizes(
+        hidden=HIDDEN, intermediate=INTERMEDIATE, topk=2, ranks=2, local_experts=EXPERTS, capacity=4096,
+        pool_limit=POOL_ROWS if plan.passes else None,
+    )  # fmt: skip
 
 
 def kernel(plan: Plan, entry: str) -> Kernel:
-    return Kernel.of(SOURCE, entry, plan.config(sizes()))
+    return Kernel.of(SOURCE, entry, plan.config(sizes(plan)))
 
 
 @pytest.mark.parametrize("name", ["wide", "swap", "mixed", "carrying"])
@@ -75,6 +83,25 @@ def test_an_experts_tiles_cover_its_rows(name: str) -> None:
             assert number == -(-rows // largest)
 
 
+def check_passes(items: list[tuple[int, ...]], rows: int, tiles: int, in_pass: int) -> None:
+    """Pass after pass, each with equally many tiles but the last, at the beginning of the pools and inside them."""
+    room = POOL_ROWS - 128
+    begins: dict[int, int] = {}
+    last = 0
+    for _, _, _, row, length, _, index, number, pooled, _ in items:
+        assert number >= last
+        last = number
+        assert number == index // in_pass
+        assert begins.setdefault(number, row - pooled) == row - pooled
+        assert 0 <= pooled <= pooled + length <= room
+    ends = [*(begins[p] for p in range(1, last + 1)), rows]
+    assert begins.get(0, 0) == 0
+    assert all(end - begins[p] <= room for p, end in enumerate(ends) if p in begins)
+    if rows <= room:
+        assert last == 0
+    assert in_pass * last < max(1, tiles) <= max(1, in_pass * (last + 1))
+
+
 @given(
     st.sampled_from(sorted(PLANS)),
     st.lists(st.integers(0, 300), min_size=EXPERTS, max_size=EXPERTS),
@@ -89,15 +116,16 @@ def test_the_order_has_every_tile_once_and_nobody_waits_for_a_later_one(
     most = sum(-(-c // 64) for c in counts) * (FIRST + SECOND) + 1
     with Simulation() as sim:
         given_counts = sim.buffer("counts", torch.tensor(counts, dtype=torch.int32), read_only=True)
-        out = sim.buffer("out", torch.zeros(most * 8, dtype=torch.int32))
-        facts = sim.buffer("facts", torch.zeros(2, dtype=torch.int32))
-        shared = plan.shared(sizes()).total
-        arguments = [given_counts, out, facts, c_uint32(remote), c_uint32(step)]
+        out = sim.buffer("out", torch.zeros(most * 10, dtype=torch.int32))
+        facts = sim.buffer("facts", torch.zeros(3, dtype=torch.int32))
+        shared = plan.shared(sizes(plan)).total
+        arguments = [given_counts, out, facts, *map(c_uint32, (remote, step, sizes(plan).pool_rows))]
         launch = Launch(kernel(plan, "sequence"), GRID, 32, [arguments], shared=shared)
         report = sim.run([launch], seed=0)
         assert report.ok, report
-        items = [tuple(t[:7]) for t in out.tensor.view(-1, 8).tolist() if t[7]]
-        wave, lag = facts.tensor.tolist()
+        every = [tuple(t) for t in out.tensor.view(-1, 10).tolist() if t[9]]
+        wave, lag, in_pass = facts.tensor.tolist()
+    items = [t[:7] for t in every]
 
     tiles: dict[int, list[tuple[int, int, int]]] = {}  # of each expert: index, row, rows
     for second, expert, column, row, rows, _, index in items:
@@ -127,6 +155,11 @@ def test_the_order_has_every_tile_once_and_nobody_waits_for_a_later_one(
             finished[index] = place
     for place, (second, *_, index) in enumerate(items):
         assert not second or finished[index] < place
+
+    if plan.passes:
+        check_passes(every, base, numbered, in_pass)
+    else:
+        assert all((pass_, pooled) == (0, row) for *_, row, _, _, _, pass_, pooled, _ in every)
 
     if plan.wave_experts is not None:
         assert (wave, lag) == (min(EXPERTS, plan.wave_experts), plan.lag)

@@ -65,7 +65,7 @@ class Call:
         out: BF16 ``[M, H]``; rows from `num_tokens` on are not written.
         num_tokens: tokens that count: a number, or an int32 tensor of one element on the engine's device.
         bound: largest token count of the call, equal on all ranks.
-        plain: `x` is BF16, and `x`, `expert_ids` and `expert_weights` are known to be contiguous.
+        plain: `x` is BF16, and `x`, `expert_ids`, `expert_weights` and `out` are known to be contiguous.
     """
 
     x: torch.Tensor

@@ -93,7 +93,7 @@ def _check_activations(
 
 
 def _is_usual(spec: MoESpec, device: torch.device, x: object, ids: object, weights: object, out: object) -> bool:
-    """Whether these are contiguous BF16 rows, ids and weights, and nothing else needs a look.
+    """Whether these are contiguous BF16 rows, ids, weights and output, if there is one, and nothing else needs a look.
 
     Most calls are like that, and the checks are a good part of their time: an attribute of a tensor costs about 0.1 us.
     """
@@ -120,16 +120,15 @@ def _is_usual(spec: MoESpec, device: torch.device, x: object, ids: object, weigh
             return False
     elif not (x.get_device() == ids.get_device() == weights.get_device() == number):
         return False
-    if x.requires_grad or weights.requires_grad:
+    gradients = torch.is_grad_enabled()  # without them, nothing about any tensor is refused
+    if gradients and (x.requires_grad or weights.requires_grad):
         return False
-    if out is None:
-        return True
-    return (
+    return out is None or (
         type(out) is torch.Tensor
         and out.shape == shape
         and out.dtype is torch.bfloat16
         and (number is None or out.get_device() == number)
-        and not out.requires_grad
+        and not (gradients and out.requires_grad)
         and out.is_contiguous()
     )
 
@@ -153,7 +152,6 @@ def check_call(
     x: Activations,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
-    *,
     out: torch.Tensor | None = None,
     num_tokens: int | torch.Tensor | None = None,
     bound: int | None = None,

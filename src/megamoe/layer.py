@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,15 @@ from megamoe.runtime import Runtime, WeightSource
 from megamoe.spec import MoESpec, WeightFormat
 
 __all__ = ["MegaMoE"]
+
+
+def _refuse_alone(rank: int, ranks: int, what: str, *_: object) -> NoReturn:
+    raise InputError(
+        what,
+        f"rank {rank} of a local group of {ranks} alone",
+        "all ranks of a local group together",
+        f"Call group.{what}(...) on the group." if what != "call" else "Call group(xs, ids, weights).",
+    )
 
 
 class MegaMoE:
@@ -76,6 +88,9 @@ class MegaMoE:
         self._runtime = runtime
         self._index = index
         self._in_group = len(runtime.placement.local) > 1
+        # A member of a local group refuses calls; for others nothing is to be found out at every call.
+        refuse = functools.partial(_refuse_alone, self.rank, self.ranks, "call")
+        self._run: Callable[..., torch.Tensor] = refuse if self._in_group else runtime.call_one
         self._handle = ops.register(self)
 
     @property
@@ -160,12 +175,7 @@ class MegaMoE:
 
     def _alone(self, what: str) -> None:
         if self._in_group:
-            raise InputError(
-                what,
-                f"rank {self.rank} of a local group of {self.ranks} alone",
-                "all ranks of a local group together",
-                f"Call group.{what}(...) on the group." if what != "call" else "Call group(xs, ids, weights).",
-            )
+            _refuse_alone(self.rank, self.ranks, what)
 
     def load(self, source: WeightSource) -> None:
         """Load this rank's experts; replaces earlier weights. Collective.
@@ -232,19 +242,6 @@ class MegaMoE:
         if torch.compiler.is_compiling():
             return ops.traced_call(self._handle, x, expert_ids, expert_weights, out, num_tokens, bound)
         return self._run(x, expert_ids, expert_weights, out, num_tokens, bound)
-
-    def _run(
-        self,
-        x: Activations,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        out: torch.Tensor | None,
-        num_tokens: int | torch.Tensor | None,
-        bound: int | None,
-    ) -> torch.Tensor:
-        if self._in_group:
-            self._alone("call")
-        return self._runtime.call_one(x, expert_ids, expert_weights, out, num_tokens, bound)
 
     def annotate(self, label: str | None) -> None:
         """Put a range named `label` around the host side of every call; of a local group, for all ranks.

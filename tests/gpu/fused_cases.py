@@ -89,11 +89,17 @@ def make_input(spec: MoESpec, tokens: int, device: str, seed: int = 1) -> tuple[
 
 
 def make_engine(
-    spec: MoESpec, weights: ExpertWeights, *, ranks: int = 1, max_tokens: int = 256, plan: Plan | None = None
+    spec: MoESpec,
+    weights: ExpertWeights,
+    *,
+    ranks: int = 1,
+    max_tokens: int = 256,
+    plan: Plan | None = None,
+    pool_rows: int | None = None,
 ) -> CudaEngine:
     """A loaded engine with all ranks on the current GPU."""
     placement = Placement(ranks=ranks, local=tuple(range(ranks)))
-    engine = CudaEngine(spec, placement, Control(None), max_tokens, deadline=DEADLINE, plan=plan)
+    engine = CudaEngine(spec, placement, Control(None), max_tokens, deadline=DEADLINE, plan=plan, pool_rows=pool_rows)
     engine.load([slice_of(weights, r, ranks) for r in range(ranks)])
     return engine
 
@@ -114,7 +120,7 @@ def call_engine(
                 out=out,
                 num_tokens=x.shape[0],
                 bound=bound or max(1, max(i[0].shape[0] for i in inputs)),
-                plain=x.shape[0] % 2 == 0 and all(t.is_contiguous() for t in (x, ids, weights)),
+                plain=x.shape[0] % 2 == 0 and all(t.is_contiguous() for t in (x, ids, weights, out)),
             )
         )
     engine.forward(calls)

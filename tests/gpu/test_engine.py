@@ -10,6 +10,7 @@ from fused_cases import SMALL, make_input, make_weights
 
 import megamoe
 from megamoe import MegaMoE, MoESpec, local_group, reference
+from megamoe.bench.host import call_times
 from megamoe.errors import ClosedError, DeadlineError, EngineError, InputError
 from megamoe.formats.fp8_block import quantize_activations
 
@@ -153,13 +154,7 @@ def test_a_call_never_waits(group):
 def test_a_call_costs_the_cpu_little(layer):
     given = make_input(SMALL, 8, "cuda")
     out = torch.empty_like(given[0])
-    times = []
-    for _ in range(20):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(50):  # few enough that the queue of launches never fills up
-            layer(*given, out=out)
-        times.append((time.perf_counter() - start) / 50 * 1e6)
+    times = call_times(lambda: layer(*given, out=out), samples=20)
     layer.check()
     print(f"\nCPU time of a call: {min(times):.1f} us at best, {sorted(times)[10]:.1f} us median")
     assert min(times) <= 15

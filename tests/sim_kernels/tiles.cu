@@ -1,5 +1,6 @@
-// The tiles of the fused kernel by themselves: how experts are cut (tiling.cuh) and in which order (schedule.cuh).
-#include "schedule.cuh"
+// The tiles of the fused kernel by themselves: how experts are cut (tiling.cuh), in which passes (routing.cuh) and in which
+// order (schedule.cuh).
+#include "routing.cuh"
 
 using namespace megamoe;
 
@@ -22,9 +23,9 @@ extern "C" __global__ void tilings(u32* out, u32 count) {
   }
 }
 
-// counts: routes of each local expert. out: {second, expert, column, row, rows, wide, index, 1} of each tile in order, from
-// every `step`-th item on as a CTA that takes some of them would ask; facts[0], [1]: wave and lag.
-extern "C" __global__ void sequence(const u32* counts, u32* out, u32* facts, u32 remote, u32 step) {
+// counts: routes of each local expert. out: {second, expert, column, row, rows, wide, index, pass, row in the pools, 1} of each
+// tile in order, from every `step`-th item on as a CTA that takes some of them would ask; facts: wave, lag, tiles of a pass.
+extern "C" __global__ void sequence(const u32* counts, u32* out, u32* facts, u32 remote, u32 step, u32 pool_rows) {
   extern __shared__ __align__(1024) ptx::u8 smem[];
   const Smem base = ptx::shared_address(smem);
   if (threadIdx.x != 0) return;
@@ -40,12 +41,17 @@ extern "C" __global__ void sequence(const u32* counts, u32* out, u32* facts, u32
   choose_order(base, tiles, remote);
   facts[0] = fact(base, kWave);
   facts[1] = fact(base, kLag);
+  if constexpr (kPasses) {
+    lay_out_passes(base, pool_rows, row, tiles);
+    facts[2] = fact(base, kPassTiles);
+  }
   for (u32 first = 0; first < step; ++first) {
     Schedule schedule(base);
     Tile tile{};
     for (u32 item = first; schedule.find(item, tile); item += step) {
-      const u32 values[8] = {tile.second, tile.expert, tile.column, tile.row, tile.rows, tile.wide, tile.index, 1};
-      for (u32 i = 0; i < 8; ++i) out[item * 8 + i] = values[i];
+      const u32 values[10] = {tile.second, tile.expert, tile.column,           tile.row,         tile.rows,
+                              tile.wide,   tile.index,  kPasses ? tile.pass : 0, pooled_row(tile), 1};
+      for (u32 i = 0; i < 10; ++i) out[item * 10 + i] = values[i];
     }
   }
 }

@@ -64,7 +64,7 @@ def stage_errors(
     for owner, own in enumerate(buffers):
         rows = own.sizes.pool_rows
         routes = own.view("routes").view(-1, 4)
-        h = own.view("h_float").view(rows, spec.intermediate)
+        h = own.view("h_float").view(-1, spec.intermediate)
         hq = own.view("h_pool").view(rows, spec.intermediate).view(torch.float8_e4m3fn)
         hs = own.view("h_pool_scales").view(-1, rows).T
         base = 0

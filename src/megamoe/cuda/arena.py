@@ -44,8 +44,21 @@ ROW_ALIGNMENT: Final = 8
 TILE_ROWS: Final = 128
 """Rows of the largest token tile; pools are that much longer, so that a tile may read past the last expert."""
 
+EVEN_LOAD_MARGIN: Final = 32
+"""Pools hold the routes that a rank receives from an evenly dealt full call, and one part in so many more."""
+
+WHOLE_LOAD_RANKS: Final = 2
+"""In larger groups they hold half of that. An even full call takes two passes there, and arena and pools of a common
+layer stay below 700 MiB."""
+
+LEAST_POOL_TOKENS: Final = 2048
+"""Pools hold at least all routes of so many tokens: small calls never need more."""
+
 SMALLEST_TILE: Final = 64
 """Rows of the narrowest kind of tile that counts as one: no expert has more than rows / 64 + 1 tiles."""
+
+LARGEST_TILE: Final = 136
+"""Rows of the largest one: what a full tile can carry with it (`Plan.carried_tokens`)."""
 
 TRACE_ROLES: Final = 6
 TRACE_EVENTS: Final = 1024
@@ -69,6 +82,8 @@ class Sizes:
     """Words for time stamps: CTAs x 6 roles x 1024 where a tracing plan runs."""
     keep_intermediate: bool = False
     """Room for the intermediate in float32, where a plan that keeps it runs."""
+    pool_limit: int | None = None
+    """At most so many rows in a pool, for tests; None: `pool_rows` decides."""
 
     @property
     def experts(self) -> int:
@@ -80,11 +95,30 @@ class Sizes:
         """Most routes that one rank can receive: every slot of every token of every rank."""
         return self.ranks * self.capacity * self.topk
 
+    def rows_for(self, routes: int) -> int:
+        """Rows that so many routes can take: each expert's alignment, and a tile of slack, with them."""
+        rows = routes + self.local_experts * ROW_ALIGNMENT + TILE_ROWS
+        return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the routing's tables: as many as any call can need."""
+        return self.rows_for(self.pool_routes)
+
     @property
     def pool_rows(self) -> int:
-        """Rows of a pool: the routes, each expert's alignment, and a tile of slack."""
-        rows = self.pool_routes + self.local_experts * ROW_ALIGNMENT + TILE_ROWS
-        return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        """Rows of a pool. A call that needs more works through its token tiles in passes (schedule.cuh)."""
+        even = self.capacity * self.topk // (1 if self.ranks <= WHOLE_LOAD_RANKS else 2)
+        rows = self.rows_for(max(even + even // EVEN_LOAD_MARGIN, LEAST_POOL_TOKENS * self.topk))
+        if self.pool_limit is not None:
+            rows = self.pool_limit // ROW_ALIGNMENT * ROW_ALIGNMENT
+        return min(rows, self.table_rows)
+
+    @property
+    def max_passes(self) -> int:
+        """Most passes of a call, whatever its plan."""
+        room = (self.pool_rows - TILE_ROWS) // LARGEST_TILE
+        return 1 if self.pool_rows >= self.table_rows else -(-self.pool_tiles // max(1, room))
 
     @property
     def pool_tiles(self) -> int:
@@ -132,18 +166,19 @@ WORKSPACE: Final = (
     Field("own_counts", "u32", 4, lambda s: BANKS * s.experts, "[bank][expert] this rank's routes"),
     Field("arrived", "u32", 4, lambda s: BANKS * s.pool_tiles, "[bank][token tile] pool rows written"),
     Field("halves", "u32", 4, lambda s: BANKS * s.pool_tiles, "[bank][token tile] stored halves of the intermediate"),
-    Field("routes", "uint4", 16, lambda s: s.pool_rows, "[pool row] source and first flag, route, expert"),
-    Field("targets", "u32", 4, lambda s: s.pool_routes, "[source][token][slot] pool row"),
-    Field("pool_weights", "float", 4, lambda s: s.pool_rows, "[pool row] route weight"),
-    Field("x_pool", "u8", 1, lambda s: s.pool_rows * s.hidden, "expert-major input rows [row][H]"),
+    Field("passes", "u32", 4, lambda s: BANKS * 2 * s.max_passes, "[bank][first, second GEMM][pass] stored halves"),
+    Field("routes", "uint4", 16, lambda s: s.table_rows, "[row] source and first flag, route, expert"),
+    Field("targets", "u32", 4, lambda s: s.pool_routes, "[source][token][slot] row"),
+    Field("pool_weights", "float", 4, lambda s: s.table_rows, "[row] route weight"),
+    Field("x_pool", "u8", 1, lambda s: s.pool_rows * s.hidden, "expert-major input rows of a pass [row][H]"),
     Field("x_pool_scales", "float", 4, lambda s: s.pool_rows * s.hidden // BLOCK, "their scales [H/128][row]"),
-    Field("h_pool", "u8", 1, lambda s: s.pool_rows * s.intermediate, "intermediate rows [row][I]"),
+    Field("h_pool", "u8", 1, lambda s: s.pool_rows * s.intermediate, "intermediate rows of a pass [row][I]"),
     Field("h_pool_scales", "float", 4, lambda s: s.pool_rows * s.intermediate // BLOCK, "their scales [I/128][row]"),
     Field(
         "h_float",
         "float",
         4,
-        lambda s: s.pool_rows * s.intermediate if s.keep_intermediate else 0,
+        lambda s: s.table_rows * s.intermediate if s.keep_intermediate else 0,
         "intermediate before requantisation [row][I]; only with a plan that keeps it",
     ),
     Field("trace", "u64", 8, lambda s: s.trace_words, "[CTA][role][event] time stamps; only with a tracing plan"),
@@ -244,7 +279,7 @@ _PARAM_DOCS: Final[dict[str, tuple[str, str]]] = {
     "timeout_ns": ("u64 timeout_ns", "deadline of one wait"),
     "tokens": ("u32 tokens", ""),
     "capacity": ("u32 capacity", "token cap of a rank"),
-    "pool_rows": ("u32 pool_rows", ""),
+    "pool_rows": ("u32 pool_rows", "rows of a pool: all that a call has, or a pass of it"),
     "pool_tiles": ("u32 pool_tiles", ""),
     "rank": ("u32 rank", ""),
     "clamp": ("float clamp", "+inf for none"),

@@ -56,6 +56,7 @@ class CudaEngine:
         deadline: seconds that a wait inside the kernel may take; None: the control channel's.
         plan: use this plan for every call; None: chosen from the bound of a call.
         trace: provide memory for the time stamps of tracing plans.
+        pool_rows: at most so many rows in a pool; None: as many as `Sizes.pool_rows` says.
         driver, gpus: for tests; by default the real ones.
 
     Raises:
@@ -75,6 +76,7 @@ class CudaEngine:
         deadline: float | None = None,
         plan: Plan | None = None,
         trace: bool = False,
+        pool_rows: int | None = None,
         driver: Driver | None = None,
         gpus: Callable[[int], Gpu] | None = None,
     ) -> None:
@@ -98,7 +100,7 @@ class CudaEngine:
             max(1, (self._driver.device(ordinal).multiprocessors - sm_reserve) // self._seats.count(ordinal))
             for ordinal in self._seats
         ]
-        sizes = sizes_of(spec, placement.ranks, max_tokens)
+        sizes = sizes_of(spec, placement.ranks, max_tokens, pool_rows)
         if plan is not None and plan.keep_intermediate:
             sizes = replace(sizes, keep_intermediate=True)
         if trace:
@@ -295,13 +297,23 @@ class CudaEngine:
 
     def _enqueue_one(self, call: Call, kernel: Kernel, stage: bool) -> None:
         rank = self._ranks[0]
-        stream = self._caller_stream(rank.place)
+        place = rank.place
+        stream = place.gpu.stream()
+        if stream != place.last_stream:
+            self._caller_stream(place)
+        if needs_context(stream) and not self._driver.is_current(place.ordinal):
+            with self._driver.use_device(place.ordinal):
+                self._start_one(rank, call, kernel, stream, stage)
+        elif not (stage and call.plain and rank.start_plain(kernel, call, stream)):
+            self._start_one(rank, call, kernel, stream, stage)
+
+    @staticmethod
+    def _start_one(rank: HostedRank, call: Call, kernel: Kernel, stream: int, stage: bool) -> None:
         out = rank.storable(call.out)
-        with self._context(rank.place, stream):
-            itself = stage and rank.stages_itself(call)
-            if stage and not itself:
-                rank.stage(call, stream)
-            rank.start(kernel, call, out, stream, stage=itself)
+        itself = stage and rank.stages_itself(call)
+        if stage and not itself:
+            rank.stage(call, stream)
+        rank.start(kernel, call, out, stream, stage=itself)
         if out is not call.out:
             call.out.copy_(out)
 

@@ -18,6 +18,8 @@ _PHASES: Final = {
     4: "token rows",
     5: "the intermediate",
     6: "the peers' results",
+    7: "the first GEMMs of the pass before",
+    8: "the results of the pass before",
 }
 """`Phase` of kernels/sync.cuh, in words."""
 

@@ -47,7 +47,7 @@ class Maps(ctypes.Structure):
     _fields_ = (("pools", TensorMap * (2 * len(BOXES))), ("weights", TensorMap * 2))
 
 
-def sizes_of(spec: MoESpec, ranks: int, max_tokens: int) -> Sizes:
+def sizes_of(spec: MoESpec, ranks: int, max_tokens: int, pool_limit: int | None = None) -> Sizes:
     """What the memory of this layer follows from. Raises SpecError when `ranks` does not divide the experts."""
     return Sizes(
         hidden=spec.hidden,
@@ -56,6 +56,7 @@ def sizes_of(spec: MoESpec, ranks: int, max_tokens: int) -> Sizes:
         ranks=ranks,
         local_experts=spec.local_experts(ranks),
         capacity=max(1, max_tokens),
+        pool_limit=pool_limit,
     )
 
 

@@ -73,7 +73,7 @@ class TorchGpu:
         self._ranks: list[torch.cuda.Stream] = []
         self._forked = 0
         self._last: torch.cuda.Stream | None = None
-        self._raw = current_stream_getter()
+        self.stream: Callable[[], int] = functools.partial(current_stream_getter(), ordinal)
 
     def zeros(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -101,9 +101,6 @@ class TorchGpu:
 
     def pinned(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
-
-    def stream(self) -> int:
-        return self._raw(self._ordinal)
 
     def capturing(self) -> bool:
         if torch.cuda.current_device() == self._ordinal:

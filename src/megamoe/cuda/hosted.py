@@ -97,6 +97,21 @@ class HostedRank:
             call.plain,
         )
 
+    def start_plain(self, kernel: Kernel, call: Call, stream: int) -> bool:
+        """`start` of a plain call that the fused kernel stages itself, with as few looks at its tensors as that takes.
+
+        Returns:
+            False, and nothing was launched, where an address is not aligned.
+        """
+        x, out, ids, count = call.x.data_ptr(), call.out.data_ptr(), call.expert_ids, call.num_tokens
+        if x % _X_ALIGNMENT or out % _OUT_ALIGNMENT:
+            return False
+        tokens, address = (count, 0) if isinstance(count, int) else (call.x.shape[0], count.data_ptr())
+        inputs = x, ids.data_ptr(), call.expert_weights.data_ptr(), tokens, ids.dtype is torch.int64
+        self._write(out, self._hidden, address, *inputs)
+        kernel.launch_here(self.grid, stream)
+        return True
+
     def start(self, kernel: Kernel, call: Call, out: torch.Tensor, stream: int, *, stage: bool) -> None:
         """Launch the fused kernel.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from megamoe.cuda.arena import MAX_RANKS, Sizes
+from megamoe.cuda.arena import LARGEST_TILE, MAX_RANKS, TILE_ROWS, Sizes
 from megamoe.errors import EngineError
 from megamoe.spec import BLOCK, MAX_TOPK
 
@@ -32,7 +32,7 @@ WEIGHT_ROWS: Final = 256
 STAGING_BYTES: Final = 64 * (256 + 16) - 16
 """One staging buffer of a math warpgroup: 64 rows of 256 bytes, 16 bytes of padding between two."""
 
-FACT_WORDS: Final = 15
+FACT_WORDS: Final = 18
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32
 COPY_ALIGNMENT: Final = 16
@@ -78,6 +78,8 @@ class Plan:
         link_bytes: what a CTA's share of the link sends to other ranks in the time of one k-block. A call whose results
             would take longer than all second GEMMs alternates both GEMMs instead, in waves with a lag of one; each rank
             finds out for itself, from the call's routing. 0: never. The default is of H200s, where it was tried.
+        passes: calls that need more rows than the pools have are worked through in passes; without it the plan is for
+            calls whose bound rules that out.
         weights: how the weights lie in memory. The engine sets it to what was loaded; the bits are the same.
         peek: test the next stage's barrier under the last product of a k-block.
         trace: record time stamps (`Sizes.trace_words` must provide for them).
@@ -99,6 +101,7 @@ class Plan:
     wave_experts: int | None = None
     lag: int = 0
     link_bytes: int = 2300
+    passes: bool = False
     weights: WeightLayout = "tiles"
     peek: bool = True
     trace: bool = False
@@ -121,7 +124,8 @@ class Plan:
         tile_scales = row_scales + self.stages * self.tile_tokens * 4
         amax = tile_scales + self.stages * 16
         tables = amax + (AMAX_ROWS * SWAP_TOKENS * 4 if self.swap else 0)
-        queue = _up(tables + sizes.local_experts * 12 + FACT_WORDS * 4, 16)
+        passes = sizes.max_passes + 1 if self.passes else 0
+        queue = _up(tables + sizes.local_experts * 12 + (FACT_WORDS + passes) * 4, 16)
         barriers = queue + QUEUE_SLOTS * QUEUE_SLOT_BYTES
         total = barriers + (2 * self.stages + 4 * self.staging_buffers + self.pulled_rows + 2 * QUEUE_SLOTS) * 8
         return SharedLayout(staging, pulled, row_scales, tile_scales, amax, tables, queue, barriers, total)
@@ -188,10 +192,18 @@ class Plan:
             raise EngineError(
                 "max_tokens", sizes.capacity, f"few enough for {scales} scales of the pools to have 32-bit indices", ""
             )
-        if self.keep_intermediate and sizes.pool_rows * sizes.intermediate >= 1 << 32:
+        direct = sizes.rows_for(min(self.direct_tokens, sizes.ranks * sizes.capacity) * sizes.topk)
+        if direct > sizes.pool_rows or (sizes.max_passes > 1 and sizes.pool_rows < TILE_ROWS + LARGEST_TILE):
+            raise EngineError(
+                "pool rows",
+                sizes.pool_rows,
+                f"at least {direct} for {self.direct_tokens} tokens that are brought at once, and two tiles",
+                "Use larger pools, or fewer direct_tokens.",
+            )
+        if self.keep_intermediate and sizes.table_rows * sizes.intermediate >= 1 << 32:
             raise EngineError(
                 "plan.keep_intermediate",
-                f"{sizes.pool_rows} rows",
+                f"{sizes.table_rows} rows",
                 "few enough for 32-bit indices",
                 "Use fewer tokens.",
             )
@@ -223,6 +235,8 @@ class Plan:
             "kLag": self.lag,
             "kOrderOpen": self.wave_experts is None and self.lag == 0 and self.link_bytes > 0,
             "kLinkBytes": self.link_bytes,
+            "kPasses": self.passes,
+            "kMaxPasses": sizes.max_passes,
             "kRowMajorWeights": self.weights == "rows",
             "kPeek": self.peek,
             "kTrace": self.trace,

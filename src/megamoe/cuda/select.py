@@ -18,7 +18,8 @@ CARRYING_TOKENS_PER_EXPERT = (112, 288)
 one more would read all weights again. Beside many, that weighs less than the time that carrying takes."""
 
 CARRYING_TOPK = 8
-"""Largest top-k of plans that carry: their role warps have 40 registers, and the slots of a token want some."""
+"""Largest top-k of plans that carry: their role warps have 40 registers, and the slots of a token want some, as
+passes do."""
 
 
 def _fit(plan: Plan, sizes: Sizes, **changes: tuple[int, ...]) -> Plan:
@@ -33,16 +34,19 @@ def _fit(plan: Plan, sizes: Sizes, **changes: tuple[int, ...]) -> Plan:
 
 def select_plan(sizes: Sizes, bound: int) -> Plan:
     """The plan for calls of at most `bound` tokens a rank. Every rank makes the same choice."""
-    routes = bound * sizes.topk * sizes.ranks / sizes.experts
+    most = bound * sizes.topk * sizes.ranks
+    routes, passes = most / sizes.experts, sizes.rows_for(most) > sizes.pool_rows
     if routes <= MAX_SWAP_TOKENS_PER_EXPERT:
-        plan = Plan(wide=False, swap=True)
+        plan = Plan(wide=False, swap=True, passes=passes)
         return _fit(plan, sizes, stages=(4, 3, 2), pulled_rows=(4, 2, 1), staging_buffers=(1,))
     if sizes.hidden < 256 or sizes.intermediate < 256:
-        return _fit(Plan(wide=False), sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 3, 2, 1))
+        return _fit(
+            Plan(wide=False, passes=passes), sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 3, 2, 1)
+        )
     low, high = CARRYING_TOKENS_PER_EXPERT
-    if low <= routes <= high and sizes.topk <= CARRYING_TOPK:
+    if low <= routes <= high and sizes.topk <= CARRYING_TOPK and not passes:
         carrying = Plan(stages=3, staging_buffers=2, carried_tokens=8, role_registers=40, math_registers=232)
         carrying = _fit(carrying, sizes, pulled_rows=(4, 3, 2, 1))
         if carrying.shared(sizes).total <= SHARED_LIMIT:
             return carrying
-    return _fit(Plan(), sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 3, 2, 1))
+    return _fit(Plan(passes=passes), sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 3, 2, 1))

@@ -17,7 +17,7 @@ struct Params {
   u8* arena[kMaxRanks];  // every rank's arena, own included
   u64 arena_at[9];  // byte offset of each field
   u8* workspace;
-  u64 workspace_at[14];
+  u64 workspace_at[15];
   const u8* w13;  // tiles of 128 gate/up rows (alternating by 8) x 128, swizzled; unused for rows
   const float* w13_scales;  // [expert][256 rows][k-block] gate, up, gate, up
   const u8* w2;  // tiles of 128 rows x 128, swizzled; unused for rows
@@ -36,7 +36,7 @@ struct Params {
   u64 timeout_ns;  // deadline of one wait
   u32 power_scales;  // scales of staged rows are powers of two
   u32 capacity;  // token cap of a rank
-  u32 pool_rows;
+  u32 pool_rows;  // rows of a pool: all that a call has, or a pass of it
   u32 pool_tiles;
   u32 rank;
   float clamp;  // +inf for none
@@ -118,49 +118,54 @@ MEGAMOE_DEVICE u32* halves(const Params& p) {
   return reinterpret_cast<u32*>(p.workspace + p.workspace_at[4]);
 }
 
-// [pool row] source and first flag, route, expert
+// [bank][first, second GEMM][pass] stored halves
+MEGAMOE_DEVICE u32* passes(const Params& p) {
+  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[5]);
+}
+
+// [row] source and first flag, route, expert
 MEGAMOE_DEVICE uint4* routes(const Params& p) {
-  return reinterpret_cast<uint4*>(p.workspace + p.workspace_at[5]);
+  return reinterpret_cast<uint4*>(p.workspace + p.workspace_at[6]);
 }
 
-// [source][token][slot] pool row
+// [source][token][slot] row
 MEGAMOE_DEVICE u32* targets(const Params& p) {
-  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[6]);
+  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[7]);
 }
 
-// [pool row] route weight
+// [row] route weight
 MEGAMOE_DEVICE float* pool_weights(const Params& p) {
-  return reinterpret_cast<float*>(p.workspace + p.workspace_at[7]);
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[8]);
 }
 
-// expert-major input rows [row][H]
+// expert-major input rows of a pass [row][H]
 MEGAMOE_DEVICE u8* x_pool(const Params& p) {
-  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[8]);
+  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[9]);
 }
 
 // their scales [H/128][row]
 MEGAMOE_DEVICE float* x_pool_scales(const Params& p) {
-  return reinterpret_cast<float*>(p.workspace + p.workspace_at[9]);
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[10]);
 }
 
-// intermediate rows [row][I]
+// intermediate rows of a pass [row][I]
 MEGAMOE_DEVICE u8* h_pool(const Params& p) {
-  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[10]);
+  return reinterpret_cast<u8*>(p.workspace + p.workspace_at[11]);
 }
 
 // their scales [I/128][row]
 MEGAMOE_DEVICE float* h_pool_scales(const Params& p) {
-  return reinterpret_cast<float*>(p.workspace + p.workspace_at[11]);
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[12]);
 }
 
 // intermediate before requantisation [row][I]; only with a plan that keeps it
 MEGAMOE_DEVICE float* h_float(const Params& p) {
-  return reinterpret_cast<float*>(p.workspace + p.workspace_at[12]);
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[13]);
 }
 
 // [CTA][role][event] time stamps; only with a tracing plan
 MEGAMOE_DEVICE u64* trace(const Params& p) {
-  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[13]);
+  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[14]);
 }
 
 }  // namespace workspace

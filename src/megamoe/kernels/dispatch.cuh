@@ -6,6 +6,7 @@
 // the warp looks at 32 pool rows at a time and goes through those that fetch.
 // config::kPulledRows rows are in flight a CTA: about 1 MB over the GPU saturates NVLink, more only adds latency.
 // Lane d < kPulledRows fetches the d-th row of a round; lane d * k + j stores it for slot j.
+// A round has rows of one pass. The first one of a pass waits until the first GEMMs of the pass before have read the pool.
 #pragma once
 #include "list.cuh"
 #include "trace.cuh"
@@ -47,6 +48,8 @@ class Dispatch {
         total_(fact(base, kTotalRoutes)),
         batch_(blockIdx.x),
         pending_(0),
+        later_(0),
+        pass_(0),
         seen_{0, kNoRow},
         rows_(base) {}
 
@@ -61,6 +64,20 @@ class Dispatch {
 
     const Smem bar = base_ + (FusedTile::kPulledBarriers + lane_ * 8);
     u32 parity = 0;
+    do {
+      bring_pass(bar, parity, trace);
+    } while (next_pass(trace));
+  }
+
+ private:
+  struct Row {
+    u32 source, token;  // token kNoRow: nothing to fetch
+  };
+  struct Target {
+    u32 row, tile;  // row of the pool
+  };
+
+  MEGAMOE_DEVICE void bring_pass(Smem bar, u32& parity, Trace& trace) {
     Row row = take();
     Target target = find_target(row);
 #pragma unroll 1
@@ -94,29 +111,41 @@ class Dispatch {
     }
   }
 
- private:
-  struct Row {
-    u32 source, token;  // token kNoRow: nothing to fetch
-  };
-  struct Target {
-    u32 row, tile;
-  };
+  // Goes on to the next pass that has rows of this CTA, once its rows may be written. False: there is none, or the call fails.
+  MEGAMOE_DEVICE bool next_pass(Trace& trace) {
+    if (!kPasses || later_ == 0) return false;
+    const u32 i = batch_ - 32 * gridDim.x + lane_ * gridDim.x;  // the batch that later_ is of
+    const u32 pass = i < total_ ? pass_of(base_, rows_.row(i)) : kMaxPasses;
+    pass_ = ptx::shfl(pass, static_cast<u32>(__ffs(static_cast<int>(later_))) - 1);  // passes rise with the lanes
+    pending_ = later_ & ptx::ballot(pass == pass_);
+    later_ ^= pending_;
+    bool read = true;
+    if (lane_ == 0) read = wait_for_pass(p_, base_, Phase::kFirsts, pass_, kTiles1);
+    if (!ptx::all(read)) return false;
+    ptx::syncwarp();
+    ptx::fence_proxy_async();  // rows are written by copies
+    trace(Event::kWait);
+    return true;
+  }
 
   MEGAMOE_DEVICE Smem buffer(u32 d) const { return base_ + (FusedTile::kPulled + d * kHidden); }
 
-  // What this lane fetches in the next round; behind the last one, nothing in any lane.
+  // What this lane fetches in the next round; behind the last one of the pass, nothing in any lane.
   MEGAMOE_DEVICE Row take() {
     while (pending_ == 0) {
-      if (batch_ >= total_) return {0, kNoRow};
+      if ((kPasses && later_ != 0) || batch_ >= total_) return {0, kNoRow};
       const u32 i = batch_ + lane_ * gridDim.x;
       batch_ += 32 * gridDim.x;
-      bool fetches = false;
+      bool fetches = false, later = false;
       if (i < total_) {
-        const Route route = load_route(p_, rows_.row(i));
+        const u32 row = rows_.row(i);
+        const Route route = load_route(p_, row);
         seen_ = {route.source, route.route / kTopk};
-        fetches = route.first;
+        later = kPasses && route.first && row >= pass_begin(base_, pass_ + 1);
+        fetches = route.first && !later;
       }
       pending_ = ptx::ballot(fetches);
+      if constexpr (kPasses) later_ = ptx::ballot(later);
     }
     u32 from = 32;  // lane d: the lane that saw the d-th of the pending rows
 #pragma unroll
@@ -135,7 +164,8 @@ class Dispatch {
     if (d >= kInFlight || token == kNoRow) return {kNoRow, 0};
     const u32 to = targets_of(p_, source, token)[lane_ % kTopk];
     if (to == kNoRow) return {kNoRow, 0};
-    return {to, pool_tile(p_, base_, workspace::routes(p_)[to].z, to)};
+    if (kPasses && (to < pass_begin(base_, pass_) || to >= pass_begin(base_, pass_ + 1))) return {kNoRow, 0};
+    return {to - pass_begin(base_, pass_), pool_tile(p_, base_, workspace::routes(p_)[to].z, to)};
   }
 
   // By the whole warp, [row][block] at the source to [block][row] in the pool.
@@ -165,6 +195,8 @@ class Dispatch {
   u32 lane_, total_;
   u32 batch_;    // first route of the next batch
   u32 pending_;  // lanes whose row of the batch is still to be fetched
+  u32 later_;    // the same, of later passes
+  u32 pass_;
   Row seen_;     // this lane's row of the batch
   PoolRows rows_;
 };

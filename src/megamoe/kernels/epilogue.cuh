@@ -178,7 +178,7 @@ class Epilogue {
     }
   }
   MEGAMOE_DEVICE void store_scale(const Tile& tile, u32 token, float amax) {
-    workspace::h_pool_scales(p_)[static_cast<u64>(tile.column) * p_.pool_rows + tile.row + token] =
+    workspace::h_pool_scales(p_)[static_cast<u64>(tile.column) * p_.pool_rows + pooled_row(tile) + token] =
         math::quantisation_scale(amax);
     ptx::fence_proxy_async_global();  // read by bulk copies
   }

@@ -62,7 +62,7 @@ class Feed {
     u32 weight_scale;  // floats before this tile's
 
     MEGAMOE_DEVICE Copy(const Feed& feed, const Tile& tile)
-        : maps(feed.maps_), p(feed.p_), base(feed.base_), second(tile.second), row(tile.row) {
+        : maps(feed.maps_), p(feed.p_), base(feed.base_), second(tile.second), row(pooled_row(tile)) {
       blocks = second ? kBlocks2 : kBlocks1;
       both = tile.column * kWeightRows + 128 < (second ? kHidden : 2 * kIntermediate);
       // Never a row of another expert: it may be in the making.
@@ -116,10 +116,13 @@ class Feed {
     }
   };
 
-  // Rows of the token tile for the first GEMM, its whole intermediate for the second.
+  // Rows of the token tile for the first GEMM, its whole intermediate for the second. The first GEMM writes the intermediate
+  // pool: what the pass before had there must have been read.
   MEGAMOE_DEVICE void wait_for_tokens(const Tile& tile) {
     const u32 bank = bank_of(epoch());
-    const bool ok =
+    bool ok = true;
+    if constexpr (kPasses) ok = tile.second || wait_for_pass(p_, base_, Phase::kResults, tile.pass, kTiles2);
+    ok &=
         wait_count(p_, tile.second ? Phase::kIntermediate : Phase::kRows, tile.index,
                    (tile.second ? halves(p_, bank) : arrived(p_, bank)) + tile.index, tile.second ? 2 * kTiles1 : tile.rows);
     if (!ok) set_failed(base_);

@@ -40,6 +40,11 @@ static_assert(kWide || kSwap, "at least one kind of tile");
 constexpr u32 kAmaxRows = config::kAmaxRows;  // of kSwapTokens words each, see Epilogue::swap_first
 static_assert(kAmaxRows == 3, "one in use, one being cleared, one between");
 
+// Passes. The pools hold the routes of an even load and some more. A call that needs more rows works through its token tiles
+// in passes, of which each has the pools to itself: pass n has the tiles [n * kPassTiles, (n + 1) * kPassTiles).
+constexpr bool kPasses = config::kPasses;
+constexpr u32 kMaxPasses = config::kMaxPasses;
+
 // Warps. Warpgroup 0 has one role a warp; 1 and 2 are math.
 enum Warp : u32 { kLoaderWarp = 0, kStoreWarp0 = 1, kStoreWarp1 = 2, kDispatchWarp = 3 };
 constexpr u32 kWarps = kThreads / 32;
@@ -103,7 +108,7 @@ struct FusedTile {
 constexpr u32 kStagingPitch = 256 + 16;
 constexpr u32 kStagingBuffer = kWarpgroupRows * kStagingPitch - 16;  // no padding behind the last row
 
-// Tables: three words for each local expert, then the call's facts.
+// Tables: three words for each local expert, the call's facts, and the first row of each pass and the row behind the last.
 constexpr u32 kCountTable = FusedTile::kTables;
 constexpr u32 kBaseTable = kCountTable + kLocalExperts * 4;
 constexpr u32 kTileTable = kBaseTable + kLocalExperts * 4;
@@ -112,14 +117,30 @@ enum Fact : u32 {
   kEpoch, kTokens, kTotalRoutes, kTotalTiles, kFailed, kDirect,
   kUrgentRows, kUrgentTokens,  // pool rows of the experts of first tiles, this CTA's tokens that go there (list.cuh)
   kWave, kLag,  // the order of tiles (schedule.cuh)
-  kNextItem, kStepBegin, kStep, kFirstExpert, kSecondExpert,  // the loader's own (schedule.cuh)
+  kPassCount, kPassTiles,
+  kNextItem, kStepBegin, kStep, kPass, kFirstExpert, kSecondExpert,  // the loader's own (schedule.cuh)
   kFactCount
 };
-static_assert(kFacts + kFactCount * 4 <= config::kQueueOffset, "tables end before the queue");
+constexpr u32 kPassTable = kFacts + kFactCount * 4;
+static_assert(kPassTable + (kPasses ? kMaxPasses + 1 : 0) * 4 <= config::kQueueOffset, "tables end before the queue");
 
 MEGAMOE_DEVICE u32 fact(Smem base, Fact which) { return ptx::ld_shared_u32(base + (kFacts + which * 4)); }
 MEGAMOE_DEVICE void set_fact(Smem base, Fact which, u32 value) {
   ptx::st_shared_u32(base + (kFacts + which * 4), value);
+}
+
+// A row of the routing's tables, counted over all experts, from which pass `pass` has its rows: the pools' row 0 in that pass.
+MEGAMOE_DEVICE u32 pass_begin(Smem base, u32 pass) {
+  return kPasses ? ptx::ld_shared_u32(base + (kPassTable + pass * 4)) : 0;
+}
+// The pass of such a row.
+MEGAMOE_DEVICE u32 pass_of(Smem base, u32 row) {
+  u32 pass = 0;
+  if constexpr (kPasses) {
+    const u32 last = fact(base, kPassCount) - 1;
+    while (pass < last && row >= pass_begin(base, pass + 1)) ++pass;
+  }
+  return pass;
 }
 
 }  // namespace megamoe

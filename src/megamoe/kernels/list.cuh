@@ -1,8 +1,8 @@
 // Listing: from ids, positions and the pool's layout to the route table, step 4 of the routing.
 //
-// Each CTA reads the routes of a share of all ranks' tokens and writes two tables: what each pool row holds, and where each
-// token goes. A token's lowest pool row is the one that fetches it, for all its rows at once (dispatch.cuh), but for those
-// below.
+// Each CTA reads the routes of a share of all ranks' tokens and writes two tables: what each row holds, and where each token
+// goes. A token's lowest row is the one that fetches it, for all its rows at once (dispatch.cuh), but for those below. Where
+// a call has several passes, the lowest row in each of them.
 // In a call with few tokens a warp brings a token's row in the same step, the second table is not needed, and the dispatch
 // warps have nothing to do. In larger ones the math warps, which have nothing to multiply yet, bring the tokens of the first
 // tiles.
@@ -38,8 +38,8 @@ MEGAMOE_DEVICE u32 pool_row(const Params& p, Smem base, Smem places, u32 source,
   if (!is_route(id) || expert >= kLocalExperts) return kNoRow;
   const u32 row = ptx::ld_shared_u32(base + (kBaseTable + expert * 4)) +
                   ptx::ld_shared_u32(places + (source * kLocalExperts + expert) * 4) + position;
-  // A peer that gave the call up may be writing its next one there: such a call fails, but stays inside the pool.
-  return row < p.pool_rows ? row : kNoRow;
+  // A peer that gave the call up may be writing its next one there: such a call fails, but stays inside tables and pools.
+  return row < (kPasses ? pass_begin(base, fact(base, kPassCount)) : p.pool_rows) ? row : kNoRow;
 }
 
 // The CTA's urgent tokens, {source, token} each, where the math warps' staging buffers will be.
@@ -53,6 +53,16 @@ MEGAMOE_DEVICE bool note_urgent(Smem base, const Token& t) {
   ptx::st_shared_u32(urgent_token(base, i), t.source);
   ptx::st_shared_u32(urgent_token(base, i) + 4, t.token);
   return true;
+}
+
+// Whether slot j's row fetches the token: no other of its rows in that pass is lower.
+MEGAMOE_DEVICE bool fetches(Smem base, const u32 (&rows)[kTopk], u32 j, u32 lowest) {
+  if (!kPasses || rows[j] == lowest || fact(base, kPassCount) == 1) return rows[j] == lowest;
+  const u32 begin = pass_begin(base, pass_of(base, rows[j]));
+  bool is_lowest = true;
+#pragma unroll
+  for (u32 i = 0; i < kTopk; ++i) is_lowest &= rows[i] >= rows[j] || rows[i] < begin;
+  return is_lowest;
 }
 
 // Step 4.
@@ -87,7 +97,8 @@ MEGAMOE_DEVICE void list_routes(const Params& p, Smem base, Smem places, Smem so
       targets[j] = rows[j];
       if (rows[j] == kNoRow) continue;
       workspace::pool_weights(p)[rows[j]] = weight[j];
-      store_route(p, rows[j], t.source, rows[j] == lowest && !urgent, t.token * kTopk + j, id[j]);
+      store_route(p, rows[j], t.source, fetches(base, rows, j, lowest) && !(urgent && pass_of(base, rows[j]) == 0),
+                  t.token * kTopk + j, id[j]);
     }
   }
 }
@@ -156,13 +167,14 @@ MEGAMOE_DEVICE void list_and_pull(const Params& p, Smem base, Smem places, Smem 
   }
 }
 
-// What list_routes noted, by math warp `warp` of `warps`.
+// What list_routes noted, by math warp `warp` of `warps`: the rows of the first pass, to which the first tiles belong.
 MEGAMOE_DEVICE void bring_urgent(const Params& p, Smem base, u32 warp, u32 warps) {
   const u32 noted = fact(base, kUrgentTokens), count = noted < kMaxUrgent ? noted : kMaxUrgent, lane = ptx::lane_index();
 #pragma unroll 1
   for (u32 i = warp; i < count; i += warps) {
     const Token t{ptx::ld_shared_u32(urgent_token(base, i)), ptx::ld_shared_u32(urgent_token(base, i) + 4)};
-    const u32 row = lane < kTopk ? targets_of(p, t.source, t.token)[lane] : kNoRow;
+    u32 row = lane < kTopk ? targets_of(p, t.source, t.token)[lane] : kNoRow;
+    if (kPasses && row != kNoRow && pass_of(base, row) != 0) row = kNoRow;
     const u32 expert = row != kNoRow ? load_route(p, row).expert : 0;
     bring(p, base, t, row, expert, arrived(p, bank_of(fact(base, kEpoch))), [] {});
   }

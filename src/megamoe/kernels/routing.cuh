@@ -142,6 +142,38 @@ MEGAMOE_DEVICE u32 own_count(const Params& p, Smem places, u32 expert, u32 count
   return (p.rank + 1 < kRanks ? ptx::ld_shared_u32(place + kLocalExperts * 4) : count) - ptx::ld_shared_u32(place);
 }
 
+// Row of the tables at which a token tile begins; of the one behind the last, `rows`. For rising tiles, `expert` the last
+// one's.
+MEGAMOE_DEVICE u32 tile_begin(Smem base, u32 tile, u32 tiles, u32 rows, u32& expert) {
+  if (tile >= tiles) return rows;
+  while (expert + 1 < kLocalExperts && ptx::ld_shared_u32(base + (kTileTable + (expert + 1) * 4)) <= tile) ++expert;
+  const Tiling tiling(ptx::ld_shared_u32(base + (kCountTable + expert * 4)));
+  return ptx::ld_shared_u32(base + (kBaseTable + expert * 4)) +
+         tiling.start(tile - ptx::ld_shared_u32(base + (kTileTable + expert * 4)));
+}
+
+// The passes of a call with `tiles` token tiles, which take `rows` rows: as few as have room, all with the same number of
+// tiles but for the last.
+MEGAMOE_DEVICE void lay_out_passes(Smem base, u32 pool_rows, u32 rows, u32 tiles) {
+  const u32 room = pool_rows - kTileRows, least = rows <= room ? 1 : (rows + room - 1) / room;
+  bool fits = false;
+#pragma unroll 1
+  for (u32 passes = least < kMaxPasses ? least : kMaxPasses; !fits; ++passes) {
+    const u32 in_pass = (tiles + passes - 1) / passes;
+    set_fact(base, kPassCount, passes);
+    set_fact(base, kPassTiles, in_pass);
+    fits = true;
+    u32 expert = 0, begin = 0;
+#pragma unroll 1
+    for (u32 pass = 0; pass <= passes; ++pass) {
+      const u32 end = tile_begin(base, pass * in_pass, tiles, rows, expert);
+      ptx::st_shared_u32(base + (kPassTable + pass * 4), end);
+      fits &= end - begin <= room || passes == kMaxPasses;  // so many always fit
+      begin = end;
+    }
+  }
+}
+
 // Step 3. Fills the tables and facts. `places`: kRanks * kLocalExperts words, the place of each source's first route
 // within an expert; `sources`: kRanks words, the tokens of each.
 MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {
@@ -214,6 +246,7 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
                urgent < kLocalExperts ? ptx::ld_shared_u32(base + (kBaseTable + urgent * 4)) : row);
       set_fact(base, kUrgentTokens, 0u);
       choose_order(base, tile, routes - own);
+      if constexpr (kPasses) lay_out_passes(base, p.pool_rows, row, tile);
     }
   }
   __syncthreads();

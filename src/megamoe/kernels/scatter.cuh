@@ -48,11 +48,12 @@ class Scatter {
     finish();
     if (lane_ == 0 && !failed(base_)) {
       ptx::red_add_release_gpu(halves(p_, bank_of(fact(base_, kEpoch))) + tile.index, 1u);
+      count_for_pass(p_, base_, Phase::kFirsts, tile.pass);
     }
   }
   MEGAMOE_DEVICE void copy_intermediate(const Tile& tile) {
     const u32 bytes = tile.wide ? 128 : 64, rows = tokens(tile), lane = ptx::fresh(lane_);
-    u8* to = workspace::h_pool(p_) + static_cast<u64>(tile.row + first_token(tile)) * kIntermediate +
+    u8* to = workspace::h_pool(p_) + static_cast<u64>(pooled_row(tile) + first_token(tile)) * kIntermediate +
              tile.column * 128 + (tile.wide ? 0 : warpgroup_ * 64);
     const Smem from = wait_staged();
     for (u32 r = lane; r < rows; r += 32) {
@@ -65,7 +66,10 @@ class Scatter {
     copy_results(tile);
     if (carries(tile)) copy_results(carried_part(tile));
     finish();
-    if (lane_ == 0 && !failed(base_)) tile_stored();
+    if (lane_ == 0 && !failed(base_)) {
+      count_for_pass(p_, base_, Phase::kResults, tile.pass);
+      tile_stored();
+    }
   }
   MEGAMOE_DEVICE void copy_results(const Tile& tile) {
     const u32 rows = tokens(tile), row = tile.row + first_token(tile), pieces = tile.wide ? 2 : 1;

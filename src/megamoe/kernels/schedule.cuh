@@ -1,7 +1,7 @@
 // Which tile a CTA works on next: one sequence over all tiles of the call, from which free CTAs take the next one.
 //
-// The sequence goes through waves of experts (the last one partial): the first GEMM of wave s and the second GEMM of wave
-// s - lag. A wave of all experts gives "all first GEMMs, then all second ones". A lag puts distance between a tile and the
+// The sequence goes through the passes, and in each through waves of experts (the last one partial): the first GEMM of wave
+// s and the second GEMM of wave s - lag. A wave of all experts gives "all first GEMMs, then all second ones". A lag puts distance between a tile and the
 // tiles it waits for; the tiles of both GEMMs then alternate, so that results leave for other ranks evenly over the call. A
 // tile waits only for tiles that stand earlier in the sequence, which somebody took before it, so with all CTAs resident
 // nobody waits for ever.
@@ -17,15 +17,20 @@ struct Tile {
   bool wide;    // up to 128 tokens on the M side, those past them carried; else up to 64 on the N side
   u32 expert;   // local
   u32 column;   // weight tile: rows [256 column, 256 column + 256) of w13 or w2
-  u32 row;      // first pool row
+  u32 row;      // first row of the routing's tables
   u32 rows;     // tokens, at least 1
   u32 index;    // token tile, counted over all experts
+  u32 pass;     // whose pools they are
+  u32 pooled;   // first row of the pools
 };
+// First row of a tile in the pools; without passes the same as in the tables.
+MEGAMOE_DEVICE u32 pooled_row(const Tile& tile) { return kPasses ? tile.pooled : tile.row; }
 
 MEGAMOE_DEVICE bool carries(const Tile& tile) { return kCarried > 0 && tile.rows > kTileRows; }
 // The carried tokens of a wide tile, as a swapped one.
 MEGAMOE_DEVICE Tile carried_part(const Tile& tile) {
-  return {tile.second, false, tile.expert, tile.column, tile.row + kTileRows, tile.rows - kTileRows, tile.index};
+  return {tile.second,           false,      tile.expert, tile.column,            tile.row + kTileRows,
+          tile.rows - kTileRows, tile.index, tile.pass,   tile.pooled + kTileRows};
 }
 
 // Whether the plan leaves the order of tiles to the call. Calls with swapped tiles only are too short for it to matter.
@@ -60,42 +65,62 @@ class Schedule {
   // Tile number `item` of the sequence, for rising items; false behind the end.
   MEGAMOE_DEVICE bool find(u32 item, Tile& tile) {
     u32 begins = fact(base_, kStepBegin), step = fact(base_, kStep);  // the step's first item
+    u32 pass = kPasses ? fact(base_, kPass) : 0;
     const u32 wave = kOrderOpen ? fact(base_, kWave) : config::kWaveExperts;
     const u32 lag = kOrderOpen ? fact(base_, kLag) : config::kLag, steps = (kLocalExperts + wave - 1) / wave + lag;
     u32 first = 0, second = 0;  // token tiles of the step's two halves
 #pragma unroll 1
-    for (; step < steps; ++step) {
-      first = tiles_before((step + 1) * wave) - tiles_before(step * wave);
-      second = step >= lag ? tiles_before((step - lag + 1) * wave) - tiles_before((step - lag) * wave) : 0;
+    for (;; ++step) {
+      if (step == steps) {
+        if (!kPasses || ++pass == fact(base_, kPassCount)) return false;
+        step = 0;
+      }
+      first = tiles_before((step + 1) * wave, pass) - tiles_before(step * wave, pass);
+      second = step >= lag ? tiles_before((step - lag + 1) * wave, pass) - tiles_before((step - lag) * wave, pass) : 0;
       const u32 items = first * kTiles1 + second * kTiles2;
       if (item - begins < items) break;
       begins += items;
     }
-    if (step == steps) return false;
     set_fact(base_, kStepBegin, begins);
     set_fact(base_, kStep, step);
+    if constexpr (kPasses) set_fact(base_, kPass, pass);
     u32 index = place(item - begins, first, second, lag, tile.second);
     const u32 begin = (tile.second ? step - lag : step) * wave, columns = tile.second ? kTiles2 : kTiles1;
-    const u32 before_wave = tiles_before(begin), token_tile = before_wave + index / columns;
+    const u32 before_wave = tiles_before(begin, pass), token_tile = before_wave + index / columns;
     const Fact cursor = tile.second ? kSecondExpert : kFirstExpert;
     u32 expert = fact(base_, cursor);
     while (tiles_before(expert + 1) <= token_tile) ++expert;
     set_fact(base_, cursor, expert);
-    index -= (tiles_before(expert) - before_wave) * columns;  // among the expert's tiles, column by column
+    const u32 expert_first = tiles_before(expert, pass);
+    index -= (expert_first - before_wave) * columns;  // among the expert's tiles of this pass, column by column
     const Tiling tiling(ptx::ld_shared_u32(base_ + (kCountTable + expert * 4)));
-    const u32 column = index / tiling.tiles, m = index - column * tiling.tiles, row = tiling.start(m);
+    const u32 tiles = kPasses ? tiles_before(expert + 1, pass) - expert_first : tiling.tiles, column = index / tiles;
+    const u32 m = index - column * tiles + (kPasses ? expert_first - tiles_before(expert) : 0), row = tiling.start(m);
     tile.wide = m < tiling.wide;
     tile.expert = expert;
     tile.column = column;
     tile.row = ptx::ld_shared_u32(base_ + (kBaseTable + expert * 4)) + row;
     tile.rows = tiling.end(m) - row;
     tile.index = tiles_before(expert) + m;
+    if constexpr (kPasses) {
+      tile.pass = pass;
+      tile.pooled = tile.row - pass_begin(base_, pass);
+    }
     return true;
   }
 
  private:
   MEGAMOE_DEVICE u32 tiles_before(u32 expert) const {
     return expert < kLocalExperts ? ptx::ld_shared_u32(base_ + (kTileTable + expert * 4)) : fact(base_, kTotalTiles);
+  }
+  // The same, but none before the first tile of this pass and none behind its last one.
+  MEGAMOE_DEVICE u32 tiles_before(u32 expert, u32 pass) const {
+    u32 tiles = tiles_before(expert);
+    if constexpr (kPasses) {
+      const u32 in_pass = fact(base_, kPassTiles), begin = pass * in_pass, end = begin + in_pass;
+      tiles = tiles < begin ? begin : tiles > end ? end : tiles;
+    }
+    return tiles;
   }
 
   // Which half the tile at place `at` of a step belongs to, and which one of it it is. Without a lag one half follows the
@@ -129,7 +154,7 @@ class TileQueue {
     const u32 flags = (tile.second ? kSecondFlag : 0) | (tile.wide ? kWideFlag : 0) | (end ? kEndFlag : 0);
     const Smem at = base_ + (FusedTile::kQueue + slot() * kQueueSlotBytes);
     ptx::st_shared_v4(at, make_uint4(flags, tile.expert, tile.column, tile.row));
-    ptx::st_shared_v4(at + 16, make_uint4(tile.rows, tile.index, 0, 0));
+    ptx::st_shared_v4(at + 16, make_uint4(tile.rows, tile.index, kPasses ? tile.pass : 0, kPasses ? tile.pooled : 0));
     ptx::mbarrier_arrive(base_ + (FusedTile::kQueueFull + slot() * 8));
     ++count_;
   }
@@ -148,7 +173,7 @@ class TileQueue {
   MEGAMOE_DEVICE bool read(Tile& tile) const {
     const Smem at = base_ + (FusedTile::kQueue + slot() * kQueueSlotBytes);
     const uint4 a = ptx::ld_shared_v4(at), b = ptx::ld_shared_v4(at + 16);
-    tile = {(a.x & kSecondFlag) != 0, (a.x & kWideFlag) != 0, a.y, a.z, a.w, b.x, b.y};
+    tile = {(a.x & kSecondFlag) != 0, (a.x & kWideFlag) != 0, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
     return (a.x & kEndFlag) == 0;
   }
   MEGAMOE_DEVICE void done() {

@@ -9,7 +9,7 @@
 namespace megamoe {
 
 // What a wait is for; part of the record of an expired one.
-enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers };
+enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers, kFirsts, kResults };
 
 // Counters of one bank.
 enum Barrier : u32 { kCounted, kListed, kTaken, kStored, kExited, kBarrierWords };
@@ -21,6 +21,10 @@ MEGAMOE_DEVICE u32* barrier_word(const Params& p, u32 epoch, Barrier which) {
 MEGAMOE_DEVICE u32* own_counts(const Params& p, u32 bank) { return workspace::own_counts(p) + bank * kExperts; }
 MEGAMOE_DEVICE u32* arrived(const Params& p, u32 bank) { return workspace::arrived(p) + bank * p.pool_tiles; }
 MEGAMOE_DEVICE u32* halves(const Params& p, u32 bank) { return workspace::halves(p) + bank * p.pool_tiles; }
+// Stored halves of the intermediates of a pass (kFirsts) and of its results (kResults).
+MEGAMOE_DEVICE u32* pass_done(const Params& p, u32 bank, Phase which, u32 pass) {
+  return workspace::passes(p) + (bank * 2 + (which == Phase::kResults ? 1 : 0)) * kMaxPasses + pass;
+}
 
 MEGAMOE_DEVICE bool aborted(const Params& p) { return ptx::ld_relaxed_sys(arena::abort(p, p.rank)) != 0; }
 // Who gave up, and in which phase; never 0. The host of a rank that refuses a call writes the same word with phase 0.
@@ -88,6 +92,20 @@ MEGAMOE_DEVICE bool wait_count(const Params& p, Phase phase, u32 index, const u3
       [&](u32 seen) { return seen >= awaited; });
 }
 
+// All tiles of the pass before `pass` are through their first (kFirsts) or second GEMM (kResults), of `columns` weight tiles
+// each: its rows of token rows or of the intermediate are no longer read.
+MEGAMOE_DEVICE bool wait_for_pass(const Params& p, Smem base, Phase which, u32 pass, u32 columns) {
+  if (pass == 0) return true;
+  return wait_count(p, which, pass - 1, pass_done(p, bank_of(fact(base, kEpoch)), which, pass - 1),
+                    fact(base, kPassTiles) * columns * kMathWarpgroups);
+}
+// A store warp has stored its half of a tile.
+MEGAMOE_DEVICE void count_for_pass(const Params& p, Smem base, Phase which, u32 pass) {
+  if (kPasses && fact(base, kPassCount) > 1) {
+    ptx::red_add_release_gpu(pass_done(p, bank_of(fact(base, kEpoch)), which, pass), 1u);
+  }
+}
+
 // This rank's results are all stored: every rank may combine.
 MEGAMOE_DEVICE void announce_done(const Params& p, u32 epoch) {
 #pragma unroll 1
@@ -106,6 +124,7 @@ MEGAMOE_DEVICE void clear_next_bank(const Params& p, u32 epoch) {
   const u32 bank = bank_of(epoch + 1), first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
   for (u32 i = first; i < kBarrierWords; i += step) workspace::barrier(p)[bank * kBarrierWords + i] = 0;
   for (u32 i = first; i < kExperts; i += step) own_counts(p, bank)[i] = 0;
+  for (u32 i = first; i < 2 * kMaxPasses; i += step) pass_done(p, bank, Phase::kFirsts, 0)[i] = 0;
   for (u32 i = first; i < p.pool_tiles; i += step) {
     arrived(p, bank)[i] = 0;
     halves(p, bank)[i] = 0;

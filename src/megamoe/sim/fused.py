@@ -51,6 +51,7 @@ class FusedCase:
         hot: every route of the first call goes to this expert.
         raw: the kernel stages BF16 rows itself, and takes ids of this type.
         spec: the layer.
+        pool_limit: rows of the pools, where they shall be fewer than the calls can need.
     """
 
     plan: Plan
@@ -59,6 +60,7 @@ class FusedCase:
     hot: int | None = None
     raw: torch.dtype | None = None
     spec: MoESpec = SPEC
+    pool_limit: int | None = None
 
 
 _SMALL: Final = replace(SPEC, hidden=256, intermediate=128, experts=4)
@@ -127,6 +129,27 @@ CASES: Final = {
         ((90, 31), (9, 40)),
         raw=torch.int32,
         spec=replace(_SMALL, intermediate=256),
+    ),
+    # Pools with room for one or two tiles: the first call takes several passes, which share a hot expert's tiles.
+    "passes": FusedCase(
+        Plan(wide=False, stages=2, pulled_rows=2, direct_tokens=0, urgent_tokens=40, passes=True),
+        ((150, 70), (9, 40)),
+        spec=_SMALL,
+        pool_limit=264,
+    ),
+    "passes-hot": FusedCase(
+        Plan(stages=2, pulled_rows=2, direct_tokens=0, urgent_tokens=20, staging_buffers=2, passes=True),
+        ((90, 75), (50, 8)),
+        hot=2,
+        spec=replace(_SMALL, intermediate=256),
+        pool_limit=264,
+    ),
+    "passes-alternating": FusedCase(
+        Plan(wide=False, stages=2, wave_experts=1, lag=1, direct_tokens=0, urgent_tokens=0, passes=True),
+        ((160, 70), (150, 90)),
+        grid=2,
+        spec=replace(_SMALL, topk=3),
+        pool_limit=264,
     ),
     # More local experts than a warp has lanes.
     "experts": FusedCase(Plan(wide=False, stages=2), ((13,), (5,)), grid=2, spec=replace(_SMALL, experts=72)),
@@ -213,7 +236,7 @@ class Ranks:
         self.full = _weights(spec)
         capacity = max(1, *(n for call in case.tokens for n in call))
         self.sizes = replace(
-            sizes_of(spec, ranks, capacity),
+            sizes_of(spec, ranks, capacity, case.pool_limit),
             keep_intermediate=case.plan.keep_intermediate,
             trace_words=case.grid * TRACE_ROLES * TRACE_EVENTS if case.plan.trace else 0,
         )
