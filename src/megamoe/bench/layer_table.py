@@ -41,6 +41,10 @@ def time_table(rows: list[Row]) -> str:
         line("fastest to slowest", lambda r: f"{r['kernel_us']['min']:.0f}-{r['kernel_us']['max']:.0f}"),
         line("call, BF16 to BF16", lambda r: f"{r['e2e_us']['median']:.0f}" if "e2e_us" in r else ""),
     ]
+    if any(protocol == "paced-clean" for _, protocol in by):
+        lines.append(
+            line("kernel, flush written back", lambda r: f"{r['kernel_us']['median']:.0f}", "paced-clean"),
+        )
     if any(protocol == "sustained" for _, protocol in by):
         lines += [
             line("kernel, sustained", lambda r: f"{r['kernel_us']['median']:.0f}", "sustained"),

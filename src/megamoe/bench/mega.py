@@ -1,6 +1,8 @@
 """The GPU engine: time of the fused kernel and of a whole call, all ranks in this process, on one GPU or several.
 
-*Paced*: the L2 is flushed, the GPU sleeps for about 10 ms, one call runs. *Sustained*: calls back to back, in bursts.
+*Paced*: the L2 is flushed, the GPU sleeps for about 10 ms, one call runs. *Paced, clean*: what the flush has written is
+written back before the call, too; otherwise the call's first loads push it out of the L2, at the memory's expense.
+*Sustained*: calls back to back, in bursts.
 ``kernel_us`` is the longest kernel of a call's ranks with inputs already staged, from the profiler (Kineto), so that
 launch overheads are not in it. ``e2e_us`` is a call from BF16 rows to BF16 rows, a CUDA graph's replay between events.
 Several ranks are released together by a call without tokens, which ends everywhere when all ranks have come.
@@ -44,7 +46,8 @@ __all__ = [
 PROTOCOL: Final = (
     "GPU: kernel_us the longest kernel of a call's ranks (profiler, inputs staged), e2e_us a graph's replay between "
     "events, the slowest GPU's, BF16 in, BF16 out; paced: one call after an L2 flush and 10 ms of sleep, several ranks "
-    "released by a call without tokens; sustained: bursts back to back"
+    "released by a call without tokens; paced-clean: the same, and the L2 has no line of the flush left to write back; "
+    "sustained: bursts back to back"
 )
 
 MAX_TOKENS: Final = 8192
@@ -143,17 +146,20 @@ class _Pace:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = sorted(set(devices), key=lambda d: d.index)
         self._flush = [torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=d) for d in self.devices]
+        self._read = [torch.ones_like(flush) for flush in self._flush]
 
-    def paced(self, action: Callable[[], None], together: Callable[[], None] | None) -> None:
-        for device, flush in zip(self.devices, self._flush, strict=True):
+    def run(self, protocol: str, action: Callable[[], None], together: Callable[[], None] | None) -> None:
+        if protocol == "sustained":
+            action()
+            return
+        for device, flush, read in zip(self.devices, self._flush, self._read, strict=True):
             flush.zero_()
+            if protocol == "paced-clean":
+                read.sum()
             with torch.cuda.device(device):
                 torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         if together is not None:
             together()
-        action()
-
-    def sustained(self, action: Callable[[], None], together: Callable[[], None] | None) -> None:
         action()
 
     def time(
@@ -161,7 +167,7 @@ class _Pace:
     ) -> list[float]:
         """Microseconds of `samples` replays of each GPU's graph between events, the slowest GPU's; sustained ones are
         means over a burst."""
-        burst = 1 if protocol == "paced" else _BURST
+        burst = _BURST if protocol == "sustained" else 1
         taken: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         for _ in range(samples):
             pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -180,7 +186,7 @@ class _Pace:
                     with torch.cuda.device(device):
                         end.record()
 
-            getattr(self, protocol)(between, together)
+            self.run(protocol, between, together)
             taken.append(pairs)
         for device in self.devices:
             torch.cuda.synchronize(device)
@@ -196,10 +202,10 @@ def _released(engine: CudaEngine, calls: Sequence[Call]) -> Callable[[], None] |
 
 
 def _measure_kernel(engine: CudaEngine, calls: list[Call], pace: _Pace, protocol: str, samples: int) -> Row:
-    together = _released(engine, calls) if protocol == "paced" else None
+    together = None if protocol == "sustained" else _released(engine, calls)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(samples):
-            getattr(pace, protocol)(lambda: engine.launch_staged(calls), together)
+            pace.run(protocol, lambda: engine.launch_staged(calls), together)
         for device in pace.devices:
             torch.cuda.synchronize(device)
     engine.check()
@@ -265,7 +271,7 @@ def benchmark(
         max_tokens: token cap of the layer.
         samples: how many for a token count.
         experts_per_rank: by default `EXPERTS_PER_RANK`.
-        protocols: ``"paced"``, ``"sustained"``.
+        protocols: ``"paced"``, ``"paced-clean"``, ``"sustained"``.
         e2e: also measure whole calls.
         check: also compare with the oracle.
         checked_tokens: how many tokens, dealt to all ranks; the oracle takes most of its time for each expert they hit.
