@@ -16,7 +16,7 @@ import megamoe.cpu.experts as cpu_experts
 from megamoe import ExpertWeights, MegaMoE, MoESpec, reference
 from megamoe.cpu import fused, products, rounding, small
 from megamoe.cpu.routing import by_expert, pack_routes, plan_dispatch, unpack_routes
-from megamoe.cpu.small import run_apart, run_padded
+from megamoe.cpu.small import run_grouped, run_padded
 from megamoe.engine import Call
 from megamoe.errors import InputError
 from megamoe.formats import fp8_block
@@ -417,12 +417,36 @@ def test_small_bf16_products(route_experts: list[int]) -> None:
     results, _ = cpu_experts.Experts.run(experts, experts.operand(x, None), row, expert, weight)
     want = results.in_order()
     finite = row != 3
-    for run, groups in ((run_padded, True), (run_apart, True), (run_apart, False)):
+    apart, as_usual, together = 0, small._CALL_COST, 1 << 60
+    for run, call_cost in (
+        (run_padded, as_usual),
+        (run_grouped, apart),
+        (run_grouped, as_usual),
+        (run_grouped, together),
+    ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(small, "_takes_groups", lambda *_, groups=groups: groups)
+            patch.setattr(small, "_CALL_COST", call_cost)
             got = run(x, row, expert, weight, counts, experts._gate_up, experts._down, experts._down_operand).in_order()
         assert got[~finite].isnan().all()
         assert reference.relative_error(got[finite], want[finite]) < 8e-3 or not finite.any()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.sampled_from([1, 1 << 12, 1 << 17, 1 << 20]))
+def test_groups_of_experts(counts: list[int], elements: int) -> None:
+    """Every expert with routes is in one group, with slots for all of them, and no group costs more than calls."""
+    groups = small._groups(counts, elements)
+    members = [expert for first, experts, _ in groups for expert in range(first, first + experts)]
+    assert members == sorted(set(members))
+    assert {expert for expert, count in enumerate(counts) if count} <= set(members)
+    for first, experts, depth in groups:
+        most = max(counts[first : first + experts])
+        assert counts[first]
+        assert counts[first + experts - 1]
+        assert most <= depth < most + small._STEP
+        assert experts > 1 or depth == most
+    free = sum(experts * depth for _, experts, depth in groups) - sum(counts)
+    assert free * (elements + small._SLOT_COST) <= small._CALL_COST * (len(members) - len(groups))
 
 
 @settings(max_examples=30, deadline=None)

@@ -13,7 +13,7 @@ from megamoe.cpu.combine import Results
 from megamoe.cpu.products import multiply
 from megamoe.cpu.rounding import round_e4m3
 from megamoe.cpu.routing import by_expert
-from megamoe.cpu.small import padding_pays, run_apart, run_one_token, run_padded
+from megamoe.cpu.small import leaves_out, padding_pays, run_grouped, run_one_token, run_padded
 from megamoe.formats import fp8_block, mxfp4, ue8m0
 from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_half_bits, has_nan
 from megamoe.spec import BLOCK, MoESpec, ScaleFormat
@@ -317,7 +317,9 @@ class _Bf16Experts(Experts):
         if len(x) == 1:
             return run_one_token(x, expert, weight, gate_up, down, self._down_operand), counts
         each: list[int] = counts.tolist()
-        run = run_padded if padding_pays(each, self._matrix_bytes, _SMALL_ROUTES) else run_apart
+        # Groups are of the matrices where they lie; only few of many are worth a copy.
+        padded = leaves_out(each) and padding_pays(each, self._matrix_bytes, _SMALL_ROUTES)
+        run = run_padded if padded else run_grouped
         return run(x, row, expert, weight, each, gate_up, down, self._down_operand), counts
 
     def _down_operand(self, gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
