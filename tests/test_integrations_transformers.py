@@ -378,7 +378,8 @@ def test_overwritten_weights_are_loaded_again_where_an_engine_has_a_copy(
 def test_no_copy_of_the_weights_is_made() -> None:
     module = experts_module()
     module(*call_of())
-    (book,) = [layers._owned[module.gate_up_proj]]
+    book = layers._book_of(module.gate_up_proj)
+    assert book is not None
     (entry,) = book.values()
     assert entry.weights.w13.data_ptr() == module.gate_up_proj.data_ptr()
     assert entry.weights.w2.data_ptr() == module.down_proj.data_ptr()

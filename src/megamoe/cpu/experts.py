@@ -12,7 +12,7 @@ from megamoe.cpu import fused
 from megamoe.cpu.combine import Results
 from megamoe.cpu.products import multiply
 from megamoe.cpu.rounding import round_e4m3
-from megamoe.cpu.routing import by_expert
+from megamoe.cpu.routing import by_expert, count_routes
 from megamoe.cpu.small import leaves_out, padding_pays, run_grouped, run_one_token, run_padded
 from megamoe.formats import fp8_block, mxfp4, ue8m0
 from megamoe.formats.e4m3 import HALF_SCALE, e4m3_to_half_bits, has_nan
@@ -313,7 +313,7 @@ class _Bf16Experts(Experts):
         gate_up, down = self._gate_up, self._down
         if self._large or not 0 < len(expert) <= _SMALL_ROUTES:
             return super().run(x, row, expert, weight)
-        counts = torch.bincount(expert, minlength=self.local_experts)
+        counts = count_routes(expert, self.local_experts)
         if len(x) == 1:
             return run_one_token(x, expert, weight, gate_up, down, self._down_operand), counts
         each: list[int] = counts.tolist()
@@ -371,7 +371,7 @@ class _QuantizedExperts(Experts):
         rows, columns = 2 * self.spec.intermediate, self.spec.hidden
         if self._fuse or not 0 < len(expert) <= _SMALL_ROUTES:
             return super().run(x, row, expert, weight)
-        counts = torch.bincount(expert, minlength=self.local_experts)
+        counts = count_routes(expert, self.local_experts)
         each: list[int] = counts.tolist()
         if (len(each) - each.count(0)) * rows * columns <= _DECODED_ELEMENTS:
             if len(x) == 1 and max(each) == 1:

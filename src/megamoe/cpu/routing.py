@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 
 from megamoe.errors import InputError
 from megamoe.spec import MoESpec
 
-__all__ = ["ROUTE_BYTES", "Outgoing", "by_expert", "pack_routes", "plan_dispatch", "unpack_routes"]
+__all__ = ["ROUTE_BYTES", "Outgoing", "by_expert", "count_routes", "pack_routes", "plan_dispatch", "unpack_routes"]
 
 ROUTE_BYTES = 12
 """Bytes of a route on the wire: row, local expert (int32 each) and weight (float32)."""
@@ -21,8 +21,7 @@ _FEW_IDS: Final = 128
 """Ids up to which Python is quicker at looking at them than torch."""
 
 
-@dataclass(frozen=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """What one source rank sends to one owner, in (token, slot) order.
 
     Attributes:
@@ -111,5 +110,11 @@ def unpack_routes(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def by_expert(expert: torch.Tensor, local_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The expert-major order of routes (stable) and the number of routes of every expert, int64 ``[EL]``."""
-    return torch.argsort(expert, stable=True), torch.bincount(expert, minlength=local_experts)
+    """The expert-major order of routes (stable) and `count_routes`."""
+    return torch.argsort(expert, stable=True), count_routes(expert, local_experts)
+
+
+def count_routes(expert: torch.Tensor, local_experts: int) -> torch.Tensor:
+    """The number of routes of every expert, int64 ``[EL]``."""
+    # numpy takes a quarter of the time of torch.bincount for a few hundred routes.
+    return torch.from_numpy(np.bincount(expert.numpy(), minlength=local_experts))

@@ -7,13 +7,12 @@ pickled and saved as before.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import weakref
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megamoe.control import DEFAULT_DEADLINE
 from megamoe.engine import Backend
@@ -73,17 +72,24 @@ class _Book(dict[_Key, _Entry]):
         self.close()
 
 
-_owned: MutableMapping[object, _Book] = WeakIdKeyDictionary()
+_owned: dict[int, tuple[weakref.ref[object], _Book]] = {}
+"""By an owner's id. torch's WeakIdKeyDictionary would do, but makes a key in Python at every look."""
 _unowned: dict[tuple[int, ...], _Book] = {}
 
 
 def _book(owner: object | None, parameters: Parameters) -> _Book:
     if owner is None:
         return _unowned.setdefault(tuple(pointer for pointer, _ in changes(parameters)), _Book())
-    book = _owned.get(owner)
+    book = _book_of(owner)
     if book is None:
-        book = _owned[owner] = _Book()
+        key, book = id(owner), _Book()
+        _owned[key] = weakref.ref(owner, lambda _: _owned.pop(key, None)), book
     return book
+
+
+def _book_of(owner: object) -> _Book | None:
+    reference, book = _owned.get(id(owner), (None, None))
+    return book if reference is not None and reference() is owner else None
 
 
 def _power_of_two(tokens: int) -> int:
@@ -197,9 +203,9 @@ def swaps_parameters(module: torch.nn.Module) -> bool:
 def release(owner: object | None = None) -> None:
     """Close the layers of `owner`, or all; the next forward makes them anew."""
     if owner is not None:
-        books = [_owned[owner]] if owner in _owned else []
+        books = [book for book in (_book_of(owner),) if book is not None]
     else:
-        books = [*_owned.values(), *_unowned.values()]
+        books = [*(book for _, book in _owned.values()), *_unowned.values()]
         _unowned.clear()
     for book in books:
         book.close()
