@@ -24,9 +24,10 @@ _GATHERED_BYTES: Final = 3 << 18
 _STEP: Final = 4
 """Slots of an expert in a group come in multiples of this, or are fewer."""
 
-_CALL_COST: Final = 5 << 20
+_CALL_COST: Final = 7 << 20
 """What a call of both products costs whatever their sizes, in the elements of a matrix that a slot goes through (torch
-2.13, two cores of an AMD EPYC with avx512_bf16, matrices of 0.1 to 0.5 MiB: 35 us)."""
+2.13, two cores of an AMD EPYC with avx512_bf16, matrices of 0.2 and 0.25 MiB: whole forwards of tiny models took up to
+5 % longer with half of it, and up to 2 % with 5 << 20)."""
 
 _SLOT_COST: Final = 1 << 15
 """What a slot costs outside of the products, in the same unit."""
@@ -187,7 +188,7 @@ def run_grouped(
 
     What is in a free slot touches no other; here it is some route.
     """
-    groups = _groups(counts, w13.values[0].numel())
+    groups = _groups(counts, w13.values.numel() // len(counts))
     sizes = [experts * depth for _, experts, depth in groups]
     # From an expert's first route in expert-major order to its first slot.
     slots, routes, ahead = 0, 0, [0] * len(counts)

@@ -185,7 +185,7 @@ def run(
     entry = _entry(_book(owner, parameters), key, parameters, most)
     # The plan of a call follows its bound: a decode step after a long prompt must not run the prompt's plan.
     bound = None if most is None else min(entry.capacity, _power_of_two(max(most, 1)))
-    return entry.layer(x, expert_ids, expert_weights.float(), out=out, bound=bound)
+    return entry.layer._run(x, expert_ids, expert_weights.float(), out, None, bound)  # traced code does not come here
 
 
 def owner_of(module: torch.nn.Module, parameters: Parameters) -> object:
