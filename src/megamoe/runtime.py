@@ -19,6 +19,7 @@ from megamoe.control import Control
 from megamoe.engine import Backend, Call, Engine, Peer, Placement, create_engine, who_am_i
 from megamoe.errors import ClosedError, InputError, MegaMoEError, SpecError, WeightError, stated
 from megamoe.inputs import Activations, check_call, positive_number
+from megamoe.recognise import Usual
 from megamoe.spec import MoESpec, WeightFormat
 from megamoe.weights import ExpertWeights
 
@@ -103,6 +104,7 @@ class Runtime:
         self.weight_format: WeightFormat | None = None
         self.label: str | None = None
         self._control = control
+        self._usual: Usual | None = None
         self._busy = threading.Lock()
         self._engine: Engine | None = None
         failure, facts = refusal, {}
@@ -282,13 +284,24 @@ class Runtime:
         if engine is None or not self._busy.acquire(False):
             engine = self._enter()
         try:
-            try:
-                call = check_call(
-                    self.spec, self.weight_format or self.loaded_format(), self.max_tokens, engine.devices[0],
-                    x, expert_ids, expert_weights, out, num_tokens, bound,
+            usual = self._usual
+            if usual is not None and num_tokens is None and usual.has(x, expert_ids, expert_weights, out, bound):
+                if out is None:
+                    out = torch.empty_like(x)
+                call = Call(
+                    x=x, scales=None, expert_ids=expert_ids, expert_weights=expert_weights, out=out,
+                    num_tokens=usual.tokens, bound=usual.bound, plain=True,
                 )  # fmt: skip
-            except Exception as error:
-                engine.refuse(stated("call", error))
+            else:
+                try:
+                    call = check_call(
+                        self.spec, self.weight_format or self.loaded_format(), self.max_tokens, engine.devices[0],
+                        x, expert_ids, expert_weights, out, num_tokens, bound,
+                    )  # fmt: skip
+                except Exception as error:
+                    engine.refuse(stated("call", error))
+                if call.plain and num_tokens is None:
+                    self._usual = Usual.after(usual, call, bound)
             if self.label is None:
                 engine.forward((call,))
             else:
