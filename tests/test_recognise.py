@@ -65,6 +65,7 @@ VARIANTS: dict[str, Callable[[], Given]] = {
     "long out": _and(out=lambda: torch.empty(TOKENS + 1, SPEC.hidden, dtype=torch.bfloat16)),
     "wide out": _and(out=lambda: torch.empty(TOKENS, 2 * SPEC.hidden, dtype=torch.bfloat16)[:, : SPEC.hidden]),
     "bound": _and(bound=lambda: 5),
+    "least bound": _and(bound=lambda: TOKENS),
     "small bound": _and(bound=lambda: 2),
     "true bound": _and(bound=lambda: True),
     "float bound": _and(bound=lambda: 5.0),

@@ -95,7 +95,7 @@ class Usual:
     def after(last: Usual | None, call: Call, given: int | None) -> Usual:
         """What is known after `call`, a plain one with the bound `given` that `last` did not recognise."""
         usual = Usual(call, given)
-        if last is not None and last.tokens == usual.tokens and last._given is given:
+        if last is not None and last.tokens == usual.tokens and last._given == given:
             usual._inputs = same_kinds(call.x, call.expert_ids, call.expert_weights)
             usual._out = same_kinds(call.out)
         return usual
@@ -105,7 +105,7 @@ class Usual:
         return (
             self._inputs is not None
             and self._out is not None
-            and given is self._given  # the object itself: what is equal to a number need not be one
+            and (given is self._given or (type(given) is int and given == self._given))  # True is no number here
             and self._inputs(x, ids, weights)
             and (out is None or self._out(out))
         )
