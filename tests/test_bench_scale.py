@@ -547,24 +547,16 @@ def test_the_documentation_shows_the_record(path):
 
 
 def test_the_kernels_compiled_up_front_are_those_that_calls_use(two_gpus, monkeypatch, pieces):
-    """Asked of engines with a token cap of one; the layers that are run have larger ones."""
     from engine_sim import world
-    from megamoe.cuda import engine as cuda_engine
     from megamoe.cuda import memory
     from megamoe.cuda.engine import CudaEngine
     from megamoe.cuda.toolchain import Job
 
     plan = Scale.planned(ranks=2, models=["qwen3"], tokens=[8, 2048])
-    small = (SPEC, (2, 16))
+    small = (SPEC, (2, 4096))  # of the second one's calls, some need passes
     monkeypatch.setattr(Scale, "checked", property(lambda _: ("small", *small)))
     monkeypatch.setattr(mega, "DEADLINE", 2.0)  # as every engine of `world` has it: it is part of a kernel
     with world() as w:
-
-        def made(spec, placement, control, max_tokens, *, deadline):
-            assert deadline == mega.DEADLINE
-            return w.engine(spec, placement.ranks, max_tokens, placement.devices)
-
-        monkeypatch.setattr(cuda_engine, "CudaEngine", made)
         ready = scale.kernels(plan)
         used = []
 
@@ -573,11 +565,11 @@ def test_the_kernels_compiled_up_front_are_those_that_calls_use(two_gpus, monkey
             raise EngineError("kernel", "asked for", "nothing more", "")
 
         monkeypatch.setattr(memory, "compile_kernel", compiled)
-        layer: CudaEngine = w.engine(SPEC, ranks=2, devices=(0, 1), max_tokens=16)
+        layer: CudaEngine = w.engine(SPEC, ranks=2, devices=(0, 1), max_tokens=4096)
         layer.load([replace(one, first_expert=4 * r) for r, one in enumerate(pieces)])
         for bound in small[1]:
             with pytest.raises(EngineError, match="asked for"):
                 layer.warmup(bound)
-        assert len(used) == 2
+        assert [one.config["kPasses"] for one in used] == [False, True]
         assert all(one in ready for one in used)
         assert all(ready.count(one) == 1 for one in ready)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,23 @@ def test_a_call_is_one_kernel_or_a_staging_launch_more(sim, weights, plain):
     assert engine.stats(0).tolist() == [int((given[1] == e).sum()) for e in range(SPEC.experts)]
     engine.clear_stats()
     assert engine.stats(0).sum() == 0
+
+
+def test_small_pools_and_a_plan_without_passes(sim, weights):
+    """Refused where the bound allows more rows than there are; below it, and with passes, calls are right."""
+    plan = replace(PLAN, direct_tokens=0)
+    engine = sim.engine(SPEC, plan=plan, max_tokens=120, pool_rows=300)
+    engine.load([weights])
+    with pytest.raises(EngineError, match=r"plan.passes: got False.*bound 120: \d+ rows, of which the pools hold 296"):
+        engine.warmup(120)
+    small, large = make_call(SPEC, 9), make_call(SPEC, 110)
+    few = sim.call(*small, bound=16)
+    engine.forward([few])
+    engine.force_plan(replace(plan, passes=True))
+    many = sim.call(*large, bound=120)
+    engine.forward([many])
+    for call, given in ((few, small), (many, large)):
+        assert reference.relative_error(call.out, wanted(weights, given)) < BOUND
 
 
 @pytest.mark.parametrize("id_type", [torch.int32, torch.int64])

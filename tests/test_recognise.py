@@ -57,6 +57,8 @@ VARIANTS: dict[str, Callable[[], Given]] = {
     "fewer ids": _with(ids=lambda t: t[:2]),
     "turned weights": _with(weights=lambda t: t.T.contiguous().T),
     "gradient": _with(weights=lambda t: t.requires_grad_()),
+    "one row": lambda: (torch.zeros(1, 7 * SPEC.hidden).bfloat16()[:, : SPEC.hidden], *make_call(SPEC, 1)[1:], {}),
+    "wanting out": _and(out=lambda: torch.empty(TOKENS, SPEC.hidden, dtype=torch.bfloat16, requires_grad=True)),
     "no rows": _with(x=lambda _: None),
     "lists": _with(ids=torch.Tensor.tolist),
     "elsewhere": _with(x=lambda t: t.to("meta")),
@@ -95,12 +97,22 @@ def equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-@given(st.lists(st.tuples(st.sampled_from(sorted(VARIANTS)), st.booleans()), min_size=1, max_size=12))
-@settings(max_examples=150, deadline=None)
-def test_a_call_ends_as_it_does_where_all_are_checked(layer: MegaMoE, calls: list[tuple[str, bool]]) -> None:
+MODES: dict[str, Callable[[], Any]] = {
+    "grad": torch.enable_grad,
+    "no grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(VARIANTS)), st.sampled_from(sorted(MODES))), min_size=1, max_size=12),
+    st.sampled_from(["usual", "gradient", "wanting out", "one row"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_call_ends_as_it_does_where_all_are_checked(layer: MegaMoE, calls: list[tuple[str, str]], first: str) -> None:
     layer._runtime._usual = None
-    for name, inference in [("usual", False), ("usual", False), *calls]:
-        with torch.inference_mode(inference):
+    for name, mode in [(first, "no grad"), (first, "no grad"), *calls, (first, "grad"), (first, "no grad")]:
+        with MODES[mode]():
             quick = outcome(layer, VARIANTS[name]())
             remembered, layer._runtime._usual = layer._runtime._usual, None
             full = outcome(layer, VARIANTS[name]())
@@ -109,7 +121,7 @@ def test_a_call_ends_as_it_does_where_all_are_checked(layer: MegaMoE, calls: lis
 
 
 def test_the_third_call_of_a_kind_is_recognised(layer: MegaMoE, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recognise._trusted()  # with the torch of development
+    assert recognise.trusted()  # with the torch of development
     checked: list[int] = []
 
     def counted(*arguments: Any) -> Any:
@@ -131,7 +143,7 @@ def test_the_third_call_of_a_kind_is_recognised(layer: MegaMoE, monkeypatch: pyt
 
 def test_without_the_guards_every_call_is_checked(layer: MegaMoE, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recognise, "_guards", lambda *_: lambda *_: True)  # they would accept anything
-    recognise._trusted.cache_clear()
+    recognise.trusted.cache_clear()
     try:
         assert same_kinds(torch.zeros(1)) is None
         layer._runtime._usual = None
@@ -139,7 +151,7 @@ def test_without_the_guards_every_call_is_checked(layer: MegaMoE, monkeypatch: p
             assert isinstance(outcome(layer, usual()), torch.Tensor)
         assert "short" in outcome(layer, VARIANTS["short ids"]()) or "int16" in outcome(layer, VARIANTS["short ids"]())
     finally:
-        recognise._trusted.cache_clear()
+        recognise.trusted.cache_clear()
 
 
 @given(

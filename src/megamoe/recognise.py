@@ -16,7 +16,7 @@ import torch
 
 from megamoe.engine import Call
 
-__all__ = ["Usual", "same_kinds"]
+__all__ = ["Usual", "same_kinds", "trusted"]
 
 _Check = Callable[..., bool]
 
@@ -36,18 +36,18 @@ class _Other(torch.Tensor):
 
 
 @lru_cache(maxsize=1)
-def _trusted() -> bool:
-    """Whether the guards of this torch do what `same_kinds` says."""
+def trusted() -> bool:
+    """Whether the guards of this torch do what `same_kinds` says: tried once, on the CPU."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            a, b = torch.zeros(3, 4), torch.zeros(2, 5, dtype=torch.int32)
+            a, b = torch.zeros(3, 4, device="cpu"), torch.zeros(2, 5, dtype=torch.int32, device="cpu")
             check = _guards(a, b)
             others: tuple[tuple[Any, Any], ...] = (
                 (a.double(), b),
                 (a, b.long()),
                 (a[:2], b),
-                (torch.zeros(4, 3).T, b),
-                (torch.zeros(3, 8)[:, ::2], b),
+                (torch.zeros(4, 3, device="cpu").T, b),
+                (torch.zeros(3, 8, device="cpu")[:, ::2], b),
                 (a.flatten(), b),
                 (a.clone().requires_grad_(), b),
                 (a.to("meta"), b),
@@ -71,7 +71,7 @@ def same_kinds(*tensors: torch.Tensor) -> _Check | None:
     Returns:
         None where this torch has nothing quicker than to look.
     """
-    return _guards(*tensors) if _trusted() else None
+    return _guards(*tensors) if trusted() else None
 
 
 class Usual:
@@ -95,7 +95,9 @@ class Usual:
     def after(last: Usual | None, call: Call, given: int | None) -> Usual:
         """What is known after `call`, a plain one with the bound `given` that `last` did not recognise."""
         usual = Usual(call, given)
-        if last is not None and last.tokens == usual.tokens and last._given == given:
+        # What a tensor that requires grad may do depends on the mode of the call.
+        plain = not (call.x.requires_grad or call.expert_weights.requires_grad or call.out.requires_grad)
+        if plain and last is not None and last.tokens == usual.tokens and last._given == given:
             usual._inputs = same_kinds(call.x, call.expert_ids, call.expert_weights)
             usual._out = same_kinds(call.out)
         return usual

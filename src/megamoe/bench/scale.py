@@ -235,28 +235,22 @@ def _is(row: Row, step: Row) -> bool:
 
 
 def kernels(scale: Scale) -> list[Job]:
-    """Every fused kernel that a run on GPUs launches, in order, once each: what the engine says of each layer."""
+    """Every fused kernel that a run on GPUs launches, in order, once each."""
     from megamoe.bench import mega
-    from megamoe.control import Control
-    from megamoe.cuda.engine import CudaEngine
     from megamoe.cuda.fused import job, sizes_of
-    from megamoe.engine import Placement
+    from megamoe.cuda.select import call_plan
 
     _, spec, bounds = scale.checked
-    wanted = [(spec, scale.ranks, bounds), (spec, 1, (_pool(scale),))]
-    wanted += [(scale.layer(name), scale.ranks, scale.tokens) for name in scale.models]
+    most = max(mega.MAX_TOKENS, *scale.tokens)
+    wanted = [(spec, scale.ranks, max(bounds), bounds), (spec, 1, _pool(scale), (_pool(scale),))]
+    wanted += [(scale.layer(name), scale.ranks, most, scale.tokens) for name in scale.models]
     found: list[Job] = []
-    for layer, ranks, tokens in wanted:
-        devices = scale.devices if ranks > 1 else scale.devices[:1]
-        placement = Placement(ranks=ranks, local=tuple(range(ranks)), devices=devices)
-        engine = CudaEngine(layer, placement, Control(None), 1, deadline=mega.DEADLINE)
-        try:
-            for m in tokens:
-                one = job(engine.plan_for(m), sizes_of(layer, ranks, 1))
-                if one not in found:
-                    found.append(one)
-        finally:
-            engine.close()
+    for layer, ranks, cap, tokens in wanted:
+        sizes = sizes_of(layer, ranks, cap)
+        for m in tokens:
+            one = job(call_plan(sizes, m, mega.DEADLINE), sizes)
+            if one not in found:
+                found.append(one)
     return found
 
 

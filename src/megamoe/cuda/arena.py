@@ -8,6 +8,7 @@ the token cap, so they travel as kernel arguments: another cap needs no other ke
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -68,6 +69,19 @@ BANKS: Final = 2
 """Sets of counters: a call uses one and clears the other for the next."""
 
 
+def most_passes(ranks: int) -> int:
+    """Bound of `Sizes.max_passes` for any layer and token cap.
+
+    As if all tiles that there can be had the largest size. Tiles are counted by routes / 64 and by experts, rows of the
+    pools by routes and by 8 for an expert: the quotient lies between the two, and rounding adds less than 3.
+    """
+    if ranks == 1:
+        return 1
+    share = 1 if ranks <= WHOLE_LOAD_RANKS else 2
+    by_routes = ranks * share * LARGEST_TILE * EVEN_LOAD_MARGIN / (SMALLEST_TILE * (EVEN_LOAD_MARGIN + 1))
+    return math.ceil(max(by_routes, LARGEST_TILE / ROW_ALIGNMENT)) + 3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """What the sizes of all fields follow from. `capacity` is the token cap of a rank."""
@@ -116,7 +130,9 @@ class Sizes:
 
     @property
     def max_passes(self) -> int:
-        """Most passes of a call, whatever its plan."""
+        """Most passes of a call, whatever its plan and the token cap: another cap needs no other kernel."""
+        if self.pool_limit is None:
+            return most_passes(self.ranks)
         room = (self.pool_rows - TILE_ROWS) // LARGEST_TILE
         return 1 if self.pool_rows >= self.table_rows else -(-self.pool_tiles // max(1, room))
 

@@ -30,7 +30,7 @@ from megamoe.cuda.layer_weights import LayerWeights
 from megamoe.cuda.memory import ABORTED, EXPIRED, Place, Workspace, find, release, take
 from megamoe.cuda.peers import Arenas, local_arenas, symmetric_arenas
 from megamoe.cuda.plan import THREADS, Plan
-from megamoe.cuda.select import select_plan
+from megamoe.cuda.select import call_plan
 from megamoe.engine import Call, Placement
 from megamoe.errors import ClosedError, EngineError, MegaMoEError
 from megamoe.spec import MoESpec
@@ -212,15 +212,18 @@ class CudaEngine:
         layout = self._weights.parts[0].layout if self._weights.parts else "tiles"
         if self._plan is not None:
             return replace(self._plan, weights=layout)
-        plan = select_plan(self._sizes, bound)
-        # Far beyond the deadline of any wait for a peer, as it is for the default deadline of 300 s.
-        return replace(plan, weights=layout, pipeline_limit_ticks=max(2, round(self._deadline)))
+        return replace(call_plan(self._sizes, bound, self._deadline), weights=layout)
 
     def _kernels_for(self, bound: int) -> list[Kernel]:
         kernels = self._by_bound.get(bound)
         if kernels is not None:
             return kernels
         plan = self.plan_for(bound)
+        most, room = self._sizes.rows_for(bound * self._sizes.ranks * self._sizes.topk), self._sizes.pool_rows
+        if most > room and not plan.passes:
+            raise EngineError(
+                "plan.passes", False, f"True with bound {bound}: {most} rows, of which the pools hold {room}", "Set it."
+            )
         plans = tuple(replace(plan, weights=part.layout) for part in self._weights.parts) or (plan,) * len(self._ranks)
         kernels = self._kernels.get(plans)
         if kernels is None:

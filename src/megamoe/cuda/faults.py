@@ -20,6 +20,7 @@ _PHASES: Final = {
     6: "the peers' results",
     7: "the first GEMMs of the pass before",
     8: "the results of the pass before",
+    9: "room in its pools; the bound must be equal on all ranks",
 }
 """`Phase` of kernels/sync.cuh, in words."""
 

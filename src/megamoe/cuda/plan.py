@@ -193,7 +193,7 @@ class Plan:
                 "max_tokens", sizes.capacity, f"few enough for {scales} scales of the pools to have 32-bit indices", ""
             )
         direct = sizes.rows_for(min(self.direct_tokens, sizes.ranks * sizes.capacity) * sizes.topk)
-        if direct > sizes.pool_rows or (sizes.max_passes > 1 and sizes.pool_rows < TILE_ROWS + LARGEST_TILE):
+        if direct > sizes.pool_rows or (self.passes and sizes.pool_rows < TILE_ROWS + LARGEST_TILE):
             raise EngineError(
                 "pool rows",
                 sizes.pool_rows,

@@ -8,7 +8,7 @@ from itertools import product
 from megamoe.cuda.arena import Sizes
 from megamoe.cuda.plan import SHARED_LIMIT, Plan
 
-__all__ = ["MAX_SWAP_TOKENS_PER_EXPERT", "select_plan"]
+__all__ = ["MAX_SWAP_TOKENS_PER_EXPERT", "call_plan", "select_plan"]
 
 MAX_SWAP_TOKENS_PER_EXPERT = 48
 """Up to this many tokens an expert (mean of a full call) the time is the read of the weights: swapped tiles."""
@@ -30,6 +30,12 @@ def _fit(plan: Plan, sizes: Sizes, **changes: tuple[int, ...]) -> Plan:
         if candidate.shared(sizes).total <= SHARED_LIMIT and candidate.pulled_rows * sizes.topk <= 32:
             return candidate
     return plan
+
+
+def call_plan(sizes: Sizes, bound: int, deadline: float) -> Plan:
+    """`select_plan` for an engine whose waits have this deadline, in seconds."""
+    # Far beyond the deadline of any wait for a peer, as it is for the default deadline of 300 s.
+    return replace(select_plan(sizes, bound), pipeline_limit_ticks=max(2, round(deadline)))
 
 
 def select_plan(sizes: Sizes, bound: int) -> Plan:

@@ -28,6 +28,7 @@
 //   arrived[t]     dispatch, listing, math warps -> loaders  pool rows of token tile t
 //   halves[t]      store warps -> loaders            intermediate of token tile t, two a weight tile
 //   stored         store warps -> the last of them   result tiles of this rank
+//   passes         store warps -> dispatch, loaders  tiles of a pass through their first, their second GEMM
 //   done[r]        rank r -> math warps              all results of rank r are stored
 // Memory: the list of the first tiles' tokens lies in a staging buffer until the math warps have brought them (a barrier of
 // theirs lies behind). Stages belong to the loader between empty and full, to math between full and empty; a staging buffer

@@ -239,6 +239,21 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
       if constexpr (kRanks > 1) own += ptx::reduce_add(e < kLocalExperts ? own_count(p, places, e, count) : 0);
     }
     ptx::syncwarp();
+    if (!kPasses && row + kTileRows > p.pool_rows) {
+      // More than the bound of this call allows: the ranks do not agree about it. Nothing of the call is run.
+      for (u32 e = threadIdx.x; e < kLocalExperts; e += 32) {
+        ptx::st_shared_u32(base + (kCountTable + e * 4), 0u);
+        ptx::st_shared_u32(base + (kBaseTable + e * 4), 0u);
+        ptx::st_shared_u32(base + (kTileTable + e * 4), 0u);
+      }
+      if (threadIdx.x == 0) {
+        report_expired(p, Phase::kRoom, p.rank, p.pool_rows - kTileRows, row);
+        raise_abort(p, Phase::kRoom);
+        set_failed(base);
+      }
+      row = tile = routes = own = urgent = 0;
+      ptx::syncwarp();
+    }
     if (threadIdx.x == 0) {
       set_fact(base, kTotalRoutes, routes);
       set_fact(base, kTotalTiles, tile);

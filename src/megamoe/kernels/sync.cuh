@@ -9,7 +9,7 @@
 namespace megamoe {
 
 // What a wait is for; part of the record of an expired one.
-enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers, kFirsts, kResults };
+enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers, kFirsts, kResults, kRoom };
 
 // Counters of one bank.
 enum Barrier : u32 { kCounted, kListed, kTaken, kStored, kExited, kBarrierWords };
@@ -124,7 +124,7 @@ MEGAMOE_DEVICE void clear_next_bank(const Params& p, u32 epoch) {
   const u32 bank = bank_of(epoch + 1), first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
   for (u32 i = first; i < kBarrierWords; i += step) workspace::barrier(p)[bank * kBarrierWords + i] = 0;
   for (u32 i = first; i < kExperts; i += step) own_counts(p, bank)[i] = 0;
-  for (u32 i = first; i < 2 * kMaxPasses; i += step) pass_done(p, bank, Phase::kFirsts, 0)[i] = 0;
+  for (u32 i = first; i < 2 * kMaxPasses; i += step) pass_done(p, bank, Phase::kFirsts, 0)[i] = 0;  // any plan may be next
   for (u32 i = first; i < p.pool_tiles; i += step) {
     arrived(p, bank)[i] = 0;
     halves(p, bank)[i] = 0;

@@ -9,16 +9,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
 
 import torch
 
+from megamoe.sim.fused import CASES as FUSED
+from megamoe.sim.fused import FusedCase, Ranks
 from megamoe.sim.fused import simulated as fused
 from megamoe.sim.plans import Prepared, SimPlan
 from megamoe.sim.simulation import Launch, Simulation
 
 __all__ = ["simulated"]
 
-CASES = ("fused/swap", "fused/mixed", "fused/lag", "fused/raw", "fused/raw-mixed")
+CASES = (
+    "fused/swap",
+    "fused/mixed",
+    "fused/lag",
+    "fused/raw",
+    "fused/raw-mixed",
+    "fused/passes",
+    "fused/passes-hot",
+)
+_ROOM: Final = 9
+"""`Phase::kRoom` of sync.cuh."""
+
 PRESENT = 1
 """The rank that runs where the other one is absent: not 0, which memory holds anyhow."""
 
@@ -86,6 +101,24 @@ def _expiring(plan: SimPlan, sim: Simulation) -> Prepared:
     return Prepared(prepared.launches, check)
 
 
+def _too_many(case: FusedCase, sim: Simulation) -> Prepared:
+    """More routes than the pools of a plan without passes hold, as where ranks have not the same bound."""
+    ranks = Ranks(case, sim)
+    inputs, _, launches = ranks.stage(sim, 0)
+    ranks.write(inputs)
+
+    def check() -> str | None:
+        reports = [_report(sim, rank) for rank in range(len(launches))]
+        if not all(bool(_tensor(sim, f"out0_{rank}").isnan().all()) for rank in range(len(launches))):
+            return "tokens of a call that failed have values"
+        found = [(expired, phase) for expired, _, phase, *_ in reports]
+        if (1, _ROOM) not in found or any(report[-1] >> 8 != _ROOM for report in reports):
+            return f"the reports say {reports}"
+        return None
+
+    return Prepared(launches, check, most_expiries=0)
+
+
 def simulated() -> Iterator[SimPlan]:
     """One rank alone, its peer absent or refusing, and all ranks with deadlines by chance, of plans with two ranks."""
     known = {plan.name: plan for plan in fused()}
@@ -93,4 +126,7 @@ def simulated() -> Iterator[SimPlan]:
         case = name.removeprefix("fused/")
         yield SimPlan(f"absent-peer/{case}", functools.partial(_absent, known[name]), expiry="deadlock")
         yield SimPlan(f"expiring/{case}", functools.partial(_expiring, known[name]), expiry="random")
+    hot = FUSED["passes-hot"]
+    without = replace(hot, plan=replace(hot.plan, passes=False))
+    yield SimPlan("refusing-rows/hot", functools.partial(_too_many, without), expiry="deadlock")
     yield SimPlan("refusing-peer/mixed", functools.partial(_refused, known["fused/mixed"]), expiry="deadlock")

@@ -1,4 +1,4 @@
-"""The fused kernel in the simulator: ranks with their memory, two calls in a row with different routing."""
+"""The fused kernel in the simulator: ranks with their memory, calls in a row with different routing."""
 
 from __future__ import annotations
 
@@ -130,11 +130,20 @@ CASES: Final = {
         raw=torch.int32,
         spec=replace(_SMALL, intermediate=256),
     ),
-    # Pools with room for one or two tiles: the first call takes several passes, which share a hot expert's tiles.
+    # Pools with room for one or two tiles: large calls take several passes, which share a hot expert's tiles. Banks of
+    # counters come round.
     "passes": FusedCase(
         Plan(wide=False, stages=2, pulled_rows=2, direct_tokens=0, urgent_tokens=40, passes=True),
-        ((150, 70), (9, 40)),
+        ((150, 70), (9, 40), (130, 90)),
         spec=_SMALL,
+        pool_limit=264,
+    ),
+    # Second GEMMs take most of the time: some are still under way when other CTAs have nothing left to do in the pass.
+    "passes-long": FusedCase(
+        Plan(wide=False, stages=2, direct_tokens=0, urgent_tokens=0, passes=True),
+        ((150, 60),),
+        grid=5,
+        spec=replace(_SMALL, intermediate=1024, experts=2),
         pool_limit=264,
     ),
     "passes-hot": FusedCase(
@@ -330,7 +339,7 @@ class Ranks:
 
 def _prepare(case: FusedCase, sim: Simulation) -> Prepared:
     ranks = Ranks(case, sim)
-    staged = [ranks.stage(sim, call) for call in range(2)]
+    staged = [ranks.stage(sim, call) for call in range(len(case.tokens))]
     ranks.write(staged[0][0])
 
     def check() -> str | None:
@@ -342,7 +351,9 @@ def _prepare(case: FusedCase, sim: Simulation) -> Prepared:
                         return f"call {call}, rank {r}: relative error {error:.2e}, allowed {reference.LIMIT:.0e}"
         return None
 
-    return Prepared(staged[0][2], check, again=[staged[1][2]], between=[lambda: ranks.write(staged[1][0])])
+    later = staged[1:]
+    between = [functools.partial(ranks.write, inputs) for inputs, _, _ in later]
+    return Prepared(staged[0][2], check, again=[launches for _, _, launches in later], between=between)
 
 
 def simulated() -> Iterator[SimPlan]:

@@ -60,6 +60,7 @@ USUAL: Final = (
     "fused/queue",
     "fused/mixed",
     "fused/carried",
+    "fused/passes",
     "fused/alternating",
     "fused/calls",
     "fused/calls-empty",
