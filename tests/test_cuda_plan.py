@@ -59,13 +59,11 @@ def test_every_public_shape_gets_a_legal_plan(s, bound):
 
 
 @pytest.mark.parametrize("name", sorted(CARRYING))
-@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_compiled_plans_have_one_that_carries(name, ranks):
     spec = BENCHMARKED[name].spec
     s = sizes_of(replace(spec, experts=spec.experts // 8 * ranks), ranks, 8192)
-    plan = select_plan(s, CARRYING[name])
-    assert plan.carried_tokens == (0 if plan.passes else 8)
-    assert ranks > 1 or plan.carried_tokens
+    assert select_plan(s, CARRYING[name]).carried_tokens == 8
     assert [select_plan(s, bound).carried_tokens for bound in (1, 64, 8192)] == [0, 0, 0]
 
 

@@ -19,7 +19,7 @@ from megamoe.spec import ScaleFormat
 __all__ = ["CARRYING", "Shipped", "shipped"]
 
 CARRYING: Final = {"flash": 1024, "pro": 1024, "mimo": 1024, "v3": 512, "qwen3": 512}
-"""A bound at which the plan of a model carries tokens."""
+"""A bound at which the plan of a model carries tokens, alone and in groups of two; larger ones have passes there."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ def _layouts(name: str, sizes: Sizes, bound: int) -> Iterator[Shipped]:
 
 
 def _fused() -> Iterator[Shipped]:
-    """The plans that are chosen for small and large calls of the models that benchmarks know, alone and eight ranks."""
+    """What is chosen for small and large calls of the models that benchmarks know, on one rank and eight; on two, the
+    plan that carries tokens."""
     for name, entry in MODELS.items():
-        for ranks in (1, 8):
+        for ranks, bounds in ((1, (64, CARRYING[name], 8192)), (2, (CARRYING[name],)), (8, (64, CARRYING[name], 8192))):
             local = entry.spec.experts // 8
             sizes = fused.sizes_of(replace(entry.spec, experts=local * ranks), ranks, 8192)
-            for bound in (64, CARRYING[name], 8192):
+            for bound in bounds:
                 yield from _layouts(f"fused-{name}-r{ranks}-m{bound}", sizes, bound)
 
 

@@ -1,10 +1,10 @@
 // Which tile a CTA works on next: one sequence over all tiles of the call, from which free CTAs take the next one.
 //
 // The sequence goes through the passes, and in each through waves of experts (the last one partial): the first GEMM of wave
-// s and the second GEMM of wave s - lag. A wave of all experts gives "all first GEMMs, then all second ones". A lag puts distance between a tile and the
-// tiles it waits for; the tiles of both GEMMs then alternate, so that results leave for other ranks evenly over the call. A
-// tile waits only for tiles that stand earlier in the sequence, which somebody took before it, so with all CTAs resident
-// nobody waits for ever.
+// s and the second GEMM of wave s - lag. A wave of all experts gives "all first GEMMs, then all second ones". A lag puts
+// distance between a tile and the tiles it waits for; the tiles of both GEMMs then alternate, so that results leave for
+// other ranks evenly over the call. A tile waits only for tiles that stand earlier in the sequence, which somebody took
+// before it, so with all CTAs resident nobody waits for ever.
 // The loader takes tiles (the first by its CTA's index, the others from a counter) and posts them in a queue in shared
 // memory, from which math and store warps read them.
 #pragma once
