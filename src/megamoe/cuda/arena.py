@@ -171,6 +171,7 @@ ARENA: Final = (
         "written by peers: [source][local expert, then tokens], epoch << 32 | count",
     ),
     Field("done", "u32", 4, lambda s: MAX_RANKS, "written by peers: [owner] epoch of its last complete call"),
+    Field("finished", "u32", 4, lambda s: s.experts, "written by owners: [expert] epoch of its last complete results"),
     Field("abort", "u32", 4, lambda s: 1, "raised by any rank: every wait ends"),
     Field("y", "__nv_bfloat16", 2, lambda s: s.capacity * s.topk * s.hidden, "route results [tokens][k][H]"),
 )
@@ -178,7 +179,13 @@ ARENA: Final = (
 
 WORKSPACE: Final = (
     Field("epoch", "u32", 4, lambda s: 1, "calls completed"),
-    Field("barrier", "u32", 4, lambda s: BANKS * 5, "[bank] counted, listed, tiles taken, tiles stored, exits"),
+    Field(
+        "barrier",
+        "u32",
+        4,
+        lambda s: BANKS * (5 + s.local_experts),
+        "[bank] counted, listed, tiles taken, tiles stored, exits; then stored result tiles of each local expert",
+    ),
     Field("own_counts", "u32", 4, lambda s: BANKS * s.experts, "[bank][expert] this rank's routes"),
     Field("arrived", "u32", 4, lambda s: BANKS * s.pool_tiles, "[bank][token tile] pool rows written"),
     Field("halves", "u32", 4, lambda s: BANKS * s.pool_tiles, "[bank][token tile] stored halves of the intermediate"),

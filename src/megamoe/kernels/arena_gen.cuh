@@ -15,7 +15,7 @@ constexpr u32 kTraceEvents = 1024;
 
 struct Params {
   u8* arena[kMaxRanks];  // every rank's arena, own included
-  u64 arena_at[9];  // byte offset of each field
+  u64 arena_at[10];  // byte offset of each field
   u8* workspace;
   u64 workspace_at[15];
   const u8* w13;  // tiles of 128 gate/up rows (alternating by 8) x 128, swizzled; unused for rows
@@ -79,14 +79,19 @@ MEGAMOE_DEVICE u32* done(const Params& p, u32 rank) {
   return reinterpret_cast<u32*>(p.arena[rank] + p.arena_at[6]);
 }
 
+// written by owners: [expert] epoch of its last complete results
+MEGAMOE_DEVICE u32* finished(const Params& p, u32 rank) {
+  return reinterpret_cast<u32*>(p.arena[rank] + p.arena_at[7]);
+}
+
 // raised by any rank: every wait ends
 MEGAMOE_DEVICE u32* abort(const Params& p, u32 rank) {
-  return reinterpret_cast<u32*>(p.arena[rank] + p.arena_at[7]);
+  return reinterpret_cast<u32*>(p.arena[rank] + p.arena_at[8]);
 }
 
 // route results [tokens][k][H]
 MEGAMOE_DEVICE __nv_bfloat16* y(const Params& p, u32 rank) {
-  return reinterpret_cast<__nv_bfloat16*>(p.arena[rank] + p.arena_at[8]);
+  return reinterpret_cast<__nv_bfloat16*>(p.arena[rank] + p.arena_at[9]);
 }
 
 }  // namespace arena
@@ -98,7 +103,7 @@ MEGAMOE_DEVICE u32* epoch(const Params& p) {
   return reinterpret_cast<u32*>(p.workspace + p.workspace_at[0]);
 }
 
-// [bank] counted, listed, tiles taken, tiles stored, exits
+// [bank] counted, listed, tiles taken, tiles stored, exits; then stored result tiles of each local expert
 MEGAMOE_DEVICE u32* barrier(const Params& p) {
   return reinterpret_cast<u32*>(p.workspace + p.workspace_at[1]);
 }

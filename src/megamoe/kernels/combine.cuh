@@ -1,8 +1,10 @@
 // Combine: a token's route results, summed in float32 in slot order and rounded to BF16.
 //
-// It starts when every rank has stored all of its results; this is also what lets the rank go on to the next call.
+// It ends when every rank has stored all of its results; this is also what lets the rank go on to the next call. Tokens whose
+// experts are complete need not wait for that.
 #pragma once
 #include "routing.cuh"
+#include "trace.cuh"
 
 namespace megamoe {
 
@@ -79,16 +81,91 @@ MEGAMOE_DEVICE void combine_columns(const Params& p, u32 token, u32 begin, u32 e
   }
 }
 
-// Warp `first` of `step` warps. Where there are fewer tokens than warps, several share the columns of one: a warp has the
-// loads of only kSteps * kWidth columns in flight.
-MEGAMOE_DEVICE void combine_tokens(const Params& p, u32 tokens, u32 first, u32 step, bool failed) {
-  constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;
-  const u32 sharing = tokens == 0 || tokens >= step ? 1 : step / tokens;
-  const u32 spans = (kSpans + sharing - 1) / sharing, pieces = (kSpans + spans - 1) / spans;
-  for (u32 i = first; i < tokens * pieces; i += step) {
-    const u32 t = i / pieces, begin = (i - t * pieces) * spans * kWidth, end = begin + spans * kWidth;
-    combine_columns(p, t, begin, end < kHidden ? end : kHidden, failed);
+// The combine of one warp, `first` of `step` warps. Where there are fewer tokens than warps, several share the columns of
+// one: a warp has the loads of only kSteps * kWidth columns in flight.
+//
+// A warp has no tile left when it comes here. Until all ranks are done it looks for tokens whose experts are (kEarlyCombine).
+class Combine {
+ public:
+  MEGAMOE_DEVICE Combine(const Params& p, u32 epoch, u32 tokens, u32 first, u32 step)
+      : p_(p), epoch_(epoch), first_(first), step_(step), combined_(0) {
+    constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;
+    const u32 sharing = tokens == 0 || tokens >= step ? 1 : step / tokens;
+    spans_ = (kSpans + sharing - 1) / sharing;
+    pieces_ = (kSpans + spans_ - 1) / spans_;
+    all_ = tokens * pieces_;
   }
-}
+
+  MEGAMOE_DEVICE void run(Trace& trace) {
+    const u64 deadline = kEarlyCombine ? ptx::deadline_after(p_.timeout_ns) : 0;
+#pragma unroll 1
+    for (bool last = !kEarlyCombine;;) {
+      const bool ok = !last || wait();
+      if (last) trace(Event::kPeers);
+      const bool any = round(last, !ok, trace);
+      if (any) trace(Event::kCombined);
+      if (last) break;
+      last = nothing_more() || ranks_are_done() || aborted(p_) || ptx::deadline_passed(deadline);
+      if (!last && !any) ptx::nanosleep(200);
+    }
+  }
+
+ private:
+  static constexpr u32 kNoted = 32;  // pieces of a warp that can be combined early
+
+  // Whether there was a piece to combine.
+  MEGAMOE_DEVICE bool round(bool last, bool failed, Trace& trace) {
+    bool any = last;
+    u32 n = 0;
+#pragma unroll 1
+    for (u32 i = first_; i < all_; i += step_, ++n) {
+      const u32 bit = n < kNoted ? 1u << n : 0, t = i / pieces_;
+      if ((combined_ & bit) != 0 && !failed) continue;
+      if (!last) {
+        if (bit == 0 || !is_complete(t)) continue;
+        if (!any) trace(Event::kPeers);
+        any = true;
+        combined_ |= bit;
+      }
+      const u32 begin = (i - t * pieces_) * spans_ * kWidth, end = begin + spans_ * kWidth;
+      combine_columns(p_, t, begin, end < kHidden ? end : kHidden, failed);
+    }
+    return any;
+  }
+
+  // All ranks are done, and this call has not failed.
+  MEGAMOE_DEVICE bool wait() {
+    bool ok = true;
+    if (ptx::lane_index() == 0) {
+      ok = wait_for_ranks(p_, epoch_) && !aborted(p_);
+      if (!ok) report_aborted(p_);
+    }
+    ok = ptx::all(ok);
+    ptx::syncwarp();  // lane 0's acquire is for all lanes; a vote orders no memory
+    return ok;
+  }
+
+  // A look, no wait.
+  MEGAMOE_DEVICE bool ranks_are_done() const {
+    const u32 lane = ptx::lane_index();
+    return ptx::all(lane >= kRanks || ptx::ld_relaxed_sys(arena::done(p_, p_.rank) + lane) == epoch_);
+  }
+  MEGAMOE_DEVICE bool is_complete(u32 token) const {
+    const u32 lane = ptx::lane_index();
+    const int id = lane < kTopk ? arena::ids(p_, p_.rank)[token * kTopk + lane] : -1;
+    const bool complete =
+        ptx::all(!is_route(id) || ptx::ld_acquire_sys(arena::finished(p_, p_.rank) + id) == epoch_);
+    ptx::syncwarp();  // each lane's acquire is for all lanes
+    return complete;
+  }
+  MEGAMOE_DEVICE bool nothing_more() const {
+    const u32 pieces = first_ < all_ ? (all_ - first_ + step_ - 1) / step_ : 0;
+    return combined_ == (pieces < kNoted ? (1u << pieces) - 1 : ~0u);
+  }
+
+  const Params& p_;
+  u32 epoch_, first_, step_, spans_, pieces_, all_;
+  u32 combined_;  // bit n: this warp's n-th piece
+};
 
 }  // namespace megamoe

@@ -4,9 +4,10 @@
 // A buffer holds up to 64 rows (tokens), kStagingPitch bytes apart:
 //   wide, first    its 64 tokens x 128 columns of the intermediate, e4m3
 //   wide, second   its 64 tokens x 128 of the 256 output columns, BF16; two buffers' worth a tile
-//   swap, first    all tokens x its 64 columns of the intermediate, e4m3
-//   swap, second   all tokens x its 128 output columns, BF16
+//   others, first  all tokens x its 64 columns of the intermediate, e4m3
+//   others, second all tokens x its 128 output columns, BF16
 #pragma once
+#include "half.cuh"
 #include "mainloop.cuh"
 #include "routing.cuh"
 #include "swap.cuh"
@@ -47,54 +48,46 @@ class Epilogue {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const u32 row = warp_ * 16 + lane / 4 + 8 * r, token = warpgroup_ * kWarpgroupRows + row;
-      const float weight = route_weight(tile, token);
-      u32 amax = 0;
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& h = finals[8 * j + 2 * r + c];
-          h = math::swiglu_clamped(h, finals[8 * j + 4 + 2 * r + c], weight, p_.clamp);
-          amax = math::amax_bits(amax, h);
-          if (token < tile.rows) keep_intermediate(tile, token, 8 * j + 2 * (lane % 4) + c, h);
-        }
-      }
-      amax = math::amax_combine(amax, ptx::shfl_xor(amax, 1));
-      amax = math::amax_combine(amax, ptx::shfl_xor(amax, 2));
-      const float largest = math::amax_value(amax), multiplier = math::quantisation_multiplier(largest);
+      const float largest = math::amax_value(activate(tile, token, 0, finals, r, lane));
       if (lane % 4 == 0 && token < tile.rows) store_scale(tile, token, largest);
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        const u32 pair = math::quantise_pair(finals[8 * j + 2 * r], finals[8 * j + 2 * r + 1], multiplier);
-        ptx::st_shared_u16(buffer + (row * kStagingPitch + 8 * j + 2 * (lane % 4)), static_cast<ptx::u16>(pair));
-      }
+      quantise(buffer, row, finals, r, math::quantisation_multiplier(largest), lane);
     }
     publish();
   }
 
   MEGAMOE_DEVICE void wide_second(const float (&finals)[128]) {
-    const u32 lane = ptx::fresh(lane_);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Smem at = acquire() + ((warp_ * 16 + lane % 16) * kStagingPitch + lane / 16 * 16);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float* f = finals + half * 64 + i * 8;
-        ptx::stmatrix_x4(at + i * 32, ptx::pack_bf16x2(f[0], f[1]), ptx::pack_bf16x2(f[2], f[3]),
-                         ptx::pack_bf16x2(f[4], f[5]), ptx::pack_bf16x2(f[6], f[7]));
-      }
-      publish();
-    }
+    for (int half = 0; half < 2; ++half) stage_results(finals + half * 64);
   }
 
-  // The scale group of a token lies over both warpgroups: their largest magnitudes meet in shared memory, in one of
-  // three rows of words that start from zero. Behind the barrier everybody is done with the row of the tile before; it is
-  // cleared there and used again two tiles later, and the next tile's barrier lies between.
+  // The scale group of a token lies over both warpgroups (see `Exchange`).
+  MEGAMOE_DEVICE void half_first(const Tile& tile, HalfTile& t) {
+    const u32 lane = ptx::fresh(lane_);
+    const Exchange exchange = next_exchange();
+    const Smem buffer = acquire();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const u32 token = warp_ * 16 + lane / 4 + 8 * r;
+      const u32 amax = activate(tile, token, warpgroup_ * 64, t.finals, r, lane);
+      if (lane % 4 == 0) ptx::red_max_shared(exchange.row + token * 4, amax);
+    }
+    meet(exchange, lane);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const u32 token = warp_ * 16 + lane / 4 + 8 * r;
+      const float largest = math::amax_value(ptx::ld_shared_u32(exchange.row + token * 4));
+      if (warpgroup_ == 0 && lane % 4 == 0 && token < tile.rows) store_scale(tile, token, largest);
+      quantise(buffer, token, t.finals, r, math::quantisation_multiplier(largest), lane);
+    }
+    publish();
+  }
+
+  MEGAMOE_DEVICE void half_second(const HalfTile& t) { stage_results(t.finals); }
+
   template <int Tokens>
   MEGAMOE_DEVICE void swap_first(const Tile& tile, SwapTile<Tokens>& t) {
     const u32 lane = ptx::fresh(lane_);
-    const Smem exchange = amax_row(exchange_), before = amax_row(exchange_ == 0 ? kAmaxRows - 1 : exchange_ - 1);
-    exchange_ = exchange_ + 1 == kAmaxRows ? 0 : exchange_ + 1;
+    const Exchange exchange = next_exchange();
     const Smem buffer = acquire();
 #pragma unroll
     for (int i = 0; i < Tokens / 4; ++i) {
@@ -110,16 +103,13 @@ class Epilogue {
       }
 #pragma unroll
       for (int d = 4; d < 32; d *= 2) amax = math::amax_combine(amax, ptx::shfl_xor(amax, d));
-      if (lane < 4) ptx::red_max_shared(exchange + token * 4, amax);
+      if (lane < 4) ptx::red_max_shared(exchange.row + token * 4, amax);
     }
-    ptx::named_barrier_sync(kMathBarrier, kMathThreads);
-    if (const u32 thread = (warpgroup_ * 4 + warp_) * 32 + lane; thread < kSwapTokens) {
-      ptx::st_shared_u32(before + thread * 4, 0u);
-    }
+    meet(exchange, lane);
 #pragma unroll
     for (int i = 0; i < Tokens / 4; ++i) {
       const u32 j = i / 2, c = i % 2, token = 8 * j + 2 * (lane % 4) + c;
-      const u32 amax = ptx::ld_shared_u32(exchange + token * 4);
+      const u32 amax = ptx::ld_shared_u32(exchange.row + token * 4);
       const float largest = math::amax_value(amax), multiplier = math::quantisation_multiplier(largest);
       if (warpgroup_ == 0 && warp_ == 0 && lane < 4 && token < tile.rows) store_scale(tile, token, largest);
       const u32 both = math::quantise_pair(t.finals[0][4 * j + c], t.finals[1][4 * j + c], multiplier);
@@ -155,6 +145,64 @@ class Epilogue {
   }
 
  private:
+  // Where the largest magnitudes of both warpgroups meet in shared memory: one of three rows of words that start from zero.
+  // Behind the barrier everybody is done with the row of the tile before; it is cleared there and used again two tiles
+  // later, and the next tile's barrier lies between.
+  struct Exchange {
+    Smem row, before;
+  };
+  MEGAMOE_DEVICE Exchange next_exchange() {
+    const Exchange exchange{amax_row(exchange_), amax_row(exchange_ == 0 ? kAmaxRows - 1 : exchange_ - 1)};
+    exchange_ = exchange_ + 1 == kAmaxRows ? 0 : exchange_ + 1;
+    return exchange;
+  }
+  MEGAMOE_DEVICE void meet(const Exchange& exchange, u32 lane) {
+    ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+    if (const u32 thread = (warpgroup_ * 4 + warp_) * 32 + lane; thread < kSwapTokens) {
+      ptx::st_shared_u32(exchange.before + thread * 4, 0u);
+    }
+  }
+
+  // Rows r of finals as in wide_first, of which every second group of 8 becomes columns of the intermediate, from `column`
+  // on among the tile's. Returns the bits of the row's largest magnitude.
+  template <int Finals>
+  MEGAMOE_DEVICE u32 activate(const Tile& tile, u32 token, u32 column, float (&finals)[Finals], int r, u32 lane) {
+    const float weight = route_weight(tile, token);
+    u32 amax = 0;
+#pragma unroll
+    for (int j = 0; j < Finals / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& h = finals[8 * j + 2 * r + c];
+        h = math::swiglu_clamped(h, finals[8 * j + 4 + 2 * r + c], weight, p_.clamp);
+        amax = math::amax_bits(amax, h);
+        if (token < tile.rows) keep_intermediate(tile, token, column + 8 * j + 2 * (lane % 4) + c, h);
+      }
+    }
+    amax = math::amax_combine(amax, ptx::shfl_xor(amax, 1));
+    return math::amax_combine(amax, ptx::shfl_xor(amax, 2));
+  }
+  template <int Finals>
+  MEGAMOE_DEVICE void quantise(Smem buffer, u32 row, const float (&finals)[Finals], int r, float multiplier, u32 lane) {
+#pragma unroll
+    for (int j = 0; j < Finals / 8; ++j) {
+      const u32 pair = math::quantise_pair(finals[8 * j + 2 * r], finals[8 * j + 2 * r + 1], multiplier);
+      ptx::st_shared_u16(buffer + (row * kStagingPitch + 8 * j + 2 * (lane % 4)), static_cast<ptx::u16>(pair));
+    }
+  }
+  // 64 tokens x 128 columns.
+  MEGAMOE_DEVICE void stage_results(const float* finals) {
+    const u32 lane = ptx::fresh(lane_);
+    const Smem at = acquire() + ((warp_ * 16 + lane % 16) * kStagingPitch + lane / 16 * 16);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* f = finals + i * 8;
+      ptx::stmatrix_x4(at + i * 32, ptx::pack_bf16x2(f[0], f[1]), ptx::pack_bf16x2(f[2], f[3]),
+                       ptx::pack_bf16x2(f[4], f[5]), ptx::pack_bf16x2(f[6], f[7]));
+    }
+    publish();
+  }
+
   // Not of a row past the tile's: nothing orders its writing before this tile.
   MEGAMOE_DEVICE float route_weight(const Tile& tile, u32 token) const {
     return token < tile.rows ? workspace::pool_weights(p_)[tile.row + token] : 0.0f;

@@ -40,6 +40,10 @@ static_assert(kWide || kSwap, "at least one kind of tile");
 constexpr u32 kAmaxRows = config::kAmaxRows;  // of kSwapTokens words each, see Epilogue::swap_first
 static_assert(kAmaxRows == 3, "one in use, one being cleared, one between");
 
+// Tokens are combined as soon as their experts' results are there, by warps that have no tile left. Small calls have few
+// tokens to combine, and another counter behind the last tile would cost what that gains.
+constexpr bool kEarlyCombine = kWide;
+
 // Passes. The pools hold the routes of an even load and some more. A call that needs more rows works through its token tiles
 // in passes, of which each has the pools to itself: pass n has the tiles [n * kPassTiles, (n + 1) * kPassTiles).
 constexpr bool kPasses = config::kPasses;
@@ -114,7 +118,8 @@ constexpr u32 kBaseTable = kCountTable + kLocalExperts * 4;
 constexpr u32 kTileTable = kBaseTable + kLocalExperts * 4;
 constexpr u32 kFacts = kTileTable + kLocalExperts * 4;
 enum Fact : u32 {
-  kEpoch, kTokens, kTotalRoutes, kTotalTiles, kFailed, kDirect,
+  kTotalTiles,  // first, so that it ends the table of first token tiles
+  kEpoch, kTokens, kTotalRoutes, kFailed, kDirect,
   kUrgentRows, kUrgentTokens,  // pool rows of the experts of first tiles, this CTA's tokens that go there (list.cuh)
   kWave, kLag,  // the order of tiles (schedule.cuh)
   kPassCount, kPassTiles,
@@ -123,6 +128,12 @@ enum Fact : u32 {
 };
 constexpr u32 kPassTable = kFacts + kFactCount * 4;
 static_assert(kPassTable + (kPasses ? kMaxPasses + 1 : 0) * 4 <= config::kQueueOffset, "tables end before the queue");
+
+// First token tile of a local expert; of the one behind the last: all tiles.
+MEGAMOE_DEVICE u32 tiles_before(Smem base, u32 expert) {
+  static_assert(kFacts == kTileTable + kLocalExperts * 4 && kTotalTiles == 0, "the table goes on in the facts");
+  return ptx::ld_shared_u32(base + (kTileTable + expert * 4));
+}
 
 MEGAMOE_DEVICE u32 fact(Smem base, Fact which) { return ptx::ld_shared_u32(base + (kFacts + which * 4)); }
 MEGAMOE_DEVICE void set_fact(Smem base, Fact which, u32 value) {

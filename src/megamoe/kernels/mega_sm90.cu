@@ -27,7 +27,9 @@
 //   taken          loaders                           tiles given out
 //   arrived[t]     dispatch, listing, math warps -> loaders  pool rows of token tile t
 //   halves[t]      store warps -> loaders            intermediate of token tile t, two a weight tile
+//   results[e]     store warps -> the last of them   result tiles of expert e, where tokens are combined early
 //   stored         store warps -> the last of them   result tiles of this rank
+//   finished[e]    rank of e -> math warps           all results of expert e are stored
 //   passes         store warps -> dispatch, loaders  tiles of a pass through their first, their second GEMM
 //   done[r]        rank r -> math warps              all results of rank r are stored
 // Memory: the list of the first tiles' tokens lies in a staging buffer until the math warps have brought them (a barrier of
@@ -37,6 +39,7 @@
 #include "combine.cuh"
 #include "dispatch.cuh"
 #include "feed.cuh"
+#include "lean.cuh"
 #include "scatter.cuh"
 
 using namespace megamoe;
@@ -70,6 +73,19 @@ MEGAMOE_DEVICE void swap_tile(const Tile& tile, Smem base, u32 warpgroup, u32 la
     epilogue.swap_second(t);
   } else {
     epilogue.swap_first(tile, t);
+  }
+  trace(Event::kEpilogue);
+}
+
+MEGAMOE_DEVICE void half_tile(const Tile& tile, Smem base, u32 warpgroup, u32 warp, u32 lane, Ring<FusedTile>& ring,
+                              Epilogue& epilogue, Trace& trace) {
+  HalfTile t;
+  t.accumulate(base, warpgroup, warp, lane, tile.second ? kBlocks2 : kBlocks1, ring);
+  trace(tile.second ? Event::kSecond : Event::kFirst);
+  if (tile.second) {
+    epilogue.half_second(t);
+  } else {
+    epilogue.half_first(tile, t);
   }
   trace(Event::kEpilogue);
 }
@@ -115,7 +131,7 @@ MEGAMOE_DEVICE void math_role(const Params& p, Smem base, u32 warpgroup, Trace& 
       } else if (tile.rows <= 32) {
         swap_tile<32>(tile, base, warpgroup, lane, ring, epilogue, trace);
       } else {
-        swap_tile<64>(tile, base, warpgroup, lane, ring, epilogue, trace);
+        half_tile(tile, base, warpgroup, warp, lane, ring, epilogue, trace);
       }
     }
   }
@@ -144,14 +160,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const u32 epoch = fact(base, kEpoch), tokens = fact(base, kTokens);
     const Smem places = base, sources = base + kRanks * kLocalExperts * 4;
     clear_next_bank(p, epoch);
-    if (p.x != nullptr) stage_own_rows(p, tokens);
-    count_own_routes(p, places, epoch, tokens);
-    trace(Event::kCounted);  // before anybody is told, so that clocks can be compared
-    announce_counted(p, epoch);
-    if (blockIdx.x == 0) push_counts(p, base, epoch, tokens);
-    lay_out_pool(p, base, places, sources, epoch);
-    trace(Event::kLaidOut);
-    list_all(p, base, places, sources, epoch);
+    if (is_lean(tokens)) {
+      route_lean(p, base, places, epoch, tokens);
+    } else {
+      if (p.x != nullptr) stage_own_rows(p, tokens);
+      count_own_routes(p, places, epoch, tokens);
+      trace(Event::kCounted);  // before anybody is told, so that clocks can be compared
+      announce_counted(p, epoch);
+      if (blockIdx.x == 0) push_counts(p, base, epoch, tokens);
+      lay_out_pool(p, base, places, sources, epoch);
+      trace(Event::kLaidOut);
+      list_all(p, base, places, sources, epoch);
+    }
     trace(Event::kListed);
   }
   ptx::fence_proxy_async_shared();  // the stages are written by the copy engine from here on
@@ -182,16 +202,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::named_barrier_sync(kMathBarrier, kMathThreads);  // the list is read: staging buffers may be written
     }
     math_role(p, base, warp / 4 - 1, trace);
-    bool ok = true;
-    if (ptx::lane_index() == 0) {
-      ok = wait_for_ranks(p, fact(base, kEpoch)) && !aborted(p);
-      if (!ok) report_aborted(p);
-    }
-    ok = ptx::all(ok);
-    ptx::syncwarp();  // lane 0's acquire is for all lanes; a vote orders no memory
-    trace(Event::kPeers);
-    combine_tokens(p, fact(base, kTokens), blockIdx.x * 8 + warp - 4, gridDim.x * 8, !ok);
-    trace(Event::kCombined);
+    Combine(p, fact(base, kEpoch), fact(base, kTokens), blockIdx.x * 8 + warp - 4, gridDim.x * 8).run(trace);
   }
   __syncthreads();  // all roles have ended
   if (threadIdx.x == 0) leave(p, fact(base, kEpoch));

@@ -174,43 +174,8 @@ MEGAMOE_DEVICE void lay_out_passes(Smem base, u32 pool_rows, u32 rows, u32 tiles
   }
 }
 
-// Step 3. Fills the tables and facts. `places`: kRanks * kLocalExperts words, the place of each source's first route
-// within an expert; `sources`: kRanks words, the tokens of each.
-MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {
-  constexpr u32 kWords = kLocalExperts + 1;
-  for (u32 i = threadIdx.x; i < kRanks * kWords; i += kThreads) {
-    const u64* word = arena::counts(p, p.rank) + i;
-    u64 value = 0;
-    const bool ok = spin_until(
-        p, Phase::kCounts, i, epoch,
-        [&] {
-          value = ptx::ld_acquire_sys(word);
-          return static_cast<u32>(value >> 32);
-        },
-        [&](u32 seen) { return seen == epoch; });
-    if (!ok) set_failed(base);
-    const u32 source = i / kWords, e = i % kWords, count = static_cast<u32>(value);
-    if (e == kLocalExperts) {
-      ptx::st_shared_u32(sources + source * 4, count);
-    } else {
-      ptx::st_shared_u32(places + (source * kLocalExperts + e) * 4, count);
-    }
-  }
-  __syncthreads();
-  const bool failed = fact(base, kFailed) != 0;
-  for (u32 e = threadIdx.x; e < kLocalExperts; e += kThreads) {
-    u32 total = 0;
-#pragma unroll 1
-    for (u32 s = 0; s < kRanks; ++s) {
-      const Smem place = places + (s * kLocalExperts + e) * 4;
-      const u32 count = failed ? 0 : ptx::ld_shared_u32(place);
-      ptx::st_shared_u32(place, total);
-      total += count;
-    }
-    ptx::st_shared_u32(base + (kCountTable + e * 4), total);
-    if (blockIdx.x == 0) p.received[e] += total;
-  }
-  __syncthreads();
+// The rest of the tables and the facts, from the counts; a barrier lies behind. `places` as after step 3.
+MEGAMOE_DEVICE void place_experts(const Params& p, Smem base, Smem places) {
   if (threadIdx.x < 32) {  // exclusive sums over the experts by one warp
     u32 row = 0, tile = 0, routes = 0, own = 0;
     u32 urgent = 0;  // experts of which some CTA's first tile is
@@ -265,6 +230,47 @@ MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem s
     }
   }
   __syncthreads();
+}
+
+
+// Step 3. Fills the tables and facts. `places`: kRanks * kLocalExperts words, the place of each source's first route
+// within an expert; `sources`: kRanks words, the tokens of each.
+MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {
+  constexpr u32 kWords = kLocalExperts + 1;
+  for (u32 i = threadIdx.x; i < kRanks * kWords; i += kThreads) {
+    const u64* word = arena::counts(p, p.rank) + i;
+    u64 value = 0;
+    const bool ok = spin_until(
+        p, Phase::kCounts, i, epoch,
+        [&] {
+          value = ptx::ld_acquire_sys(word);
+          return static_cast<u32>(value >> 32);
+        },
+        [&](u32 seen) { return seen == epoch; });
+    if (!ok) set_failed(base);
+    const u32 source = i / kWords, e = i % kWords, count = static_cast<u32>(value);
+    if (e == kLocalExperts) {
+      ptx::st_shared_u32(sources + source * 4, count);
+    } else {
+      ptx::st_shared_u32(places + (source * kLocalExperts + e) * 4, count);
+    }
+  }
+  __syncthreads();
+  const bool failed = fact(base, kFailed) != 0;
+  for (u32 e = threadIdx.x; e < kLocalExperts; e += kThreads) {
+    u32 total = 0;
+#pragma unroll 1
+    for (u32 s = 0; s < kRanks; ++s) {
+      const Smem place = places + (s * kLocalExperts + e) * 4;
+      const u32 count = failed ? 0 : ptx::ld_shared_u32(place);
+      ptx::st_shared_u32(place, total);
+      total += count;
+    }
+    ptx::st_shared_u32(base + (kCountTable + e * 4), total);
+    if (blockIdx.x == 0) p.received[e] += total;
+  }
+  __syncthreads();
+  place_experts(p, base, places);
 }
 
 }  // namespace megamoe

@@ -25,36 +25,47 @@ class Scatter {
   MEGAMOE_DEVICE void run() {
     TileQueue queue(base_, 0);
     Tile tile;
-    while (queue.take(tile)) {
+    for (; queue.look(tile); queue.done()) {
       if (tile.second) {
-        store_results(tile);
+        copy_results(tile);
+        if (carries(tile)) copy_results(carried_part(tile));
       } else {
-        store_intermediate(tile);
+        copy_intermediate(tile);
+        if (carries(tile)) copy_intermediate(carried_part(tile));
+      }
+      finish();
+      queue.read(tile);  // rather than kept: registers are few
+      if (lane_ == 0 && !failed(base_)) {
+        if (tile.second) {
+          results_stored(tile);
+        } else {
+          intermediate_stored(tile);
+        }
       }
     }
   }
 
  private:
+  MEGAMOE_DEVICE u32 warpgroup() const { return ptx::fresh(warpgroup_); }  // registers are few
+
   // Tokens of this warpgroup: its 64 of a wide tile, all of a swapped one.
-  MEGAMOE_DEVICE u32 first_token(const Tile& tile) const { return tile.wide ? warpgroup_ * kWarpgroupRows : 0; }
+  MEGAMOE_DEVICE u32 first_token(const Tile& tile) const { return tile.wide ? warpgroup() * kWarpgroupRows : 0; }
   MEGAMOE_DEVICE u32 tokens(const Tile& tile) const {
     const u32 first = first_token(tile), left = tile.rows > first ? tile.rows - first : 0;
     return left < kWarpgroupRows ? left : kWarpgroupRows;
   }
 
-  MEGAMOE_DEVICE void store_intermediate(const Tile& tile) {
-    copy_intermediate(tile);
-    if (carries(tile)) copy_intermediate(carried_part(tile));
-    finish();
-    if (lane_ == 0 && !failed(base_)) {
-      ptx::red_add_release_gpu(halves(p_, bank_of(fact(base_, kEpoch))) + tile.index, 1u);
-      count_for_pass(p_, base_, Phase::kFirsts, tile.pass);
-    }
+  MEGAMOE_DEVICE void intermediate_stored(const Tile& tile) {
+    // The address from its parts: kept over the loop, it would take registers that this role does not have.
+    const u64 at = reinterpret_cast<u8*>(workspace::halves(p_)) - p_.workspace;
+    u32* const words = reinterpret_cast<u32*>(ptx::fresh(p_.workspace) + at);
+    ptx::red_add_release_gpu(words + bank_of(fact(base_, kEpoch)) * p_.pool_tiles + tile.index, 1u);
+    count_for_pass(p_, base_, Phase::kFirsts, tile.pass);
   }
   MEGAMOE_DEVICE void copy_intermediate(const Tile& tile) {
     const u32 bytes = tile.wide ? 128 : 64, rows = tokens(tile), lane = ptx::fresh(lane_);
     u8* to = workspace::h_pool(p_) + static_cast<u64>(pooled_row(tile) + first_token(tile)) * kIntermediate +
-             tile.column * 128 + (tile.wide ? 0 : warpgroup_ * 64);
+             tile.column * 128 + (tile.wide ? 0 : warpgroup() * 64);
     const Smem from = wait_staged();
     for (u32 r = lane; r < rows; r += 32) {
       ptx::bulk_store(to + static_cast<u64>(r) * kIntermediate, from + r * kStagingPitch, bytes);
@@ -62,20 +73,11 @@ class Scatter {
     release();
   }
 
-  MEGAMOE_DEVICE void store_results(const Tile& tile) {
-    copy_results(tile);
-    if (carries(tile)) copy_results(carried_part(tile));
-    finish();
-    if (lane_ == 0 && !failed(base_)) {
-      count_for_pass(p_, base_, Phase::kResults, tile.pass);
-      tile_stored();
-    }
-  }
   MEGAMOE_DEVICE void copy_results(const Tile& tile) {
     const u32 rows = tokens(tile), row = tile.row + first_token(tile), pieces = tile.wide ? 2 : 1;
     const u32 lane = ptx::fresh(lane_);
     // Columns of the first piece; a wide tile's second piece follows it, a swapped tile's belongs to the other warpgroup.
-    u32 column = tile.column * kWeightRows + (tile.wide ? 0 : warpgroup_ * 128);
+    u32 column = tile.column * kWeightRows + (tile.wide ? 0 : warpgroup() * 128);
     __nv_bfloat16* to[2];
 #pragma unroll 1
     for (u32 piece = 0; piece < pieces; ++piece, column += 128) {
@@ -119,10 +121,23 @@ class Scatter {
     trace_(Event::kStored);  // before anybody is told
   }
 
-  // The last of the rank's result tiles tells every rank that its routes are complete here.
-  MEGAMOE_DEVICE void tile_stored() {
-    const u32 all = fact(base_, kTotalTiles) * kTiles2 * kMathWarpgroups, epoch = fact(base_, kEpoch);
-    if (ptx::atom_add_acq_rel_gpu(barrier_word(p_, epoch, kStored), 1u) + 1 == all) finish_rank(p_, base_);
+  // The last of the rank's result tiles tells every rank that its routes are complete here; before it, where tokens are
+  // combined early, the last of each expert that the expert's are.
+  MEGAMOE_DEVICE void results_stored(const Tile& tile) {
+    constexpr u32 kHalves = kTiles2 * kMathWarpgroups;
+    const u32 epoch = fact(base_, kEpoch), expert = tile.expert;
+    count_for_pass(p_, base_, Phase::kResults, tile.pass);
+    u32 stored = 1;
+    if constexpr (kEarlyCombine) {
+      stored = (tiles_before(base_, expert + 1) - tiles_before(base_, expert)) * kHalves;
+      if (ptx::atom_add_acq_rel_gpu(barrier_word(p_, epoch, kExpertStored) + expert, 1u) + 1 != stored) return;
+    }
+    const u32 all = fact(base_, kTotalTiles) * kHalves;
+    if (ptx::atom_add_acq_rel_gpu(barrier_word(p_, epoch, kStored), stored) + stored == all) {
+      finish_rank(p_, base_);
+    } else if (kEarlyCombine) {
+      announce_expert(p_, epoch, expert);
+    }
   }
 
   const Params& p_;

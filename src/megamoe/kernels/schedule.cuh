@@ -75,8 +75,8 @@ class Schedule {
         if (!kPasses || ++pass == fact(base_, kPassCount)) return false;
         step = 0;
       }
-      first = tiles_before((step + 1) * wave, pass) - tiles_before(step * wave, pass);
-      second = step >= lag ? tiles_before((step - lag + 1) * wave, pass) - tiles_before((step - lag) * wave, pass) : 0;
+      first = in_pass_before((step + 1) * wave, pass) - in_pass_before(step * wave, pass);
+      second = step >= lag ? in_pass_before((step - lag + 1) * wave, pass) - in_pass_before((step - lag) * wave, pass) : 0;
       const u32 items = first * kTiles1 + second * kTiles2;
       if (item - begins < items) break;
       begins += items;
@@ -86,22 +86,23 @@ class Schedule {
     if constexpr (kPasses) set_fact(base_, kPass, pass);
     u32 index = place(item - begins, first, second, lag, tile.second);
     const u32 begin = (tile.second ? step - lag : step) * wave, columns = tile.second ? kTiles2 : kTiles1;
-    const u32 before_wave = tiles_before(begin, pass), token_tile = before_wave + index / columns;
+    const u32 before_wave = in_pass_before(begin, pass), token_tile = before_wave + index / columns;
     const Fact cursor = tile.second ? kSecondExpert : kFirstExpert;
     u32 expert = fact(base_, cursor);
-    while (tiles_before(expert + 1) <= token_tile) ++expert;
+    while (tiles_before(base_, expert + 1) <= token_tile) ++expert;
     set_fact(base_, cursor, expert);
-    const u32 expert_first = tiles_before(expert, pass);
+    const u32 expert_first = in_pass_before(expert, pass);
     index -= (expert_first - before_wave) * columns;  // among the expert's tiles of this pass, column by column
     const Tiling tiling(ptx::ld_shared_u32(base_ + (kCountTable + expert * 4)));
-    const u32 tiles = kPasses ? tiles_before(expert + 1, pass) - expert_first : tiling.tiles, column = index / tiles;
-    const u32 m = index - column * tiles + (kPasses ? expert_first - tiles_before(expert) : 0), row = tiling.start(m);
+    const u32 tiles = kPasses ? in_pass_before(expert + 1, pass) - expert_first : tiling.tiles, column = index / tiles;
+    const u32 all_first = tiles_before(base_, expert);
+    const u32 m = index - column * tiles + (kPasses ? expert_first - all_first : 0), row = tiling.start(m);
     tile.wide = m < tiling.wide;
     tile.expert = expert;
     tile.column = column;
     tile.row = ptx::ld_shared_u32(base_ + (kBaseTable + expert * 4)) + row;
     tile.rows = tiling.end(m) - row;
-    tile.index = tiles_before(expert) + m;
+    tile.index = all_first + m;
     if constexpr (kPasses) {
       tile.pass = pass;
       tile.pooled = tile.row - pass_begin(base_, pass);
@@ -110,12 +111,10 @@ class Schedule {
   }
 
  private:
-  MEGAMOE_DEVICE u32 tiles_before(u32 expert) const {
-    return expert < kLocalExperts ? ptx::ld_shared_u32(base_ + (kTileTable + expert * 4)) : fact(base_, kTotalTiles);
-  }
-  // The same, but none before the first tile of this pass and none behind its last one.
-  MEGAMOE_DEVICE u32 tiles_before(u32 expert, u32 pass) const {
-    u32 tiles = tiles_before(expert);
+  // First token tile of an expert, or of a wave's end past the last one; none before the first tile of this pass and none
+  // behind its last one.
+  MEGAMOE_DEVICE u32 in_pass_before(u32 expert, u32 pass) const {
+    u32 tiles = tiles_before(base_, expert < kLocalExperts ? expert : kLocalExperts);
     if constexpr (kPasses) {
       const u32 in_pass = fact(base_, kPassTiles), begin = pass * in_pass, end = begin + in_pass;
       tiles = tiles < begin ? begin : tiles > end ? end : tiles;

@@ -11,8 +11,8 @@ namespace megamoe {
 // What a wait is for; part of the record of an expired one.
 enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers, kFirsts, kResults, kRoom };
 
-// Counters of one bank.
-enum Barrier : u32 { kCounted, kListed, kTaken, kStored, kExited, kBarrierWords };
+// Counters of one bank. From kExpertStored on one for each local expert.
+enum Barrier : u32 { kCounted, kListed, kTaken, kStored, kExited, kExpertStored, kBarrierWords = kExpertStored + kLocalExperts };
 
 MEGAMOE_DEVICE u32 bank_of(u32 epoch) { return epoch % kBanks; }
 MEGAMOE_DEVICE u32* barrier_word(const Params& p, u32 epoch, Barrier which) {
@@ -31,7 +31,7 @@ MEGAMOE_DEVICE bool aborted(const Params& p) { return ptx::ld_relaxed_sys(arena:
 MEGAMOE_DEVICE void raise_abort(const Params& p, Phase phase) {
 #pragma unroll 1  // the rarest path of every wait: registers count, speed does not, so no address is kept for it
   for (u32 r = 0; r < kRanks; ++r) {
-    ptx::st_relaxed_sys(arena::abort(p, ptx::fresh(r)), static_cast<u32>(phase) << 8 | (p.rank + 1));
+    ptx::st_relaxed_sys(arena::abort(p, ptx::fresh(r)), static_cast<u32>(phase) << 8 | (ptx::fresh(p.rank) + 1));
   }
 }
 
@@ -110,6 +110,14 @@ MEGAMOE_DEVICE void count_for_pass(const Params& p, Smem base, Phase which, u32 
 MEGAMOE_DEVICE void announce_done(const Params& p, u32 epoch) {
 #pragma unroll 1
   for (u32 r = 0; r < kRanks; ++r) ptx::st_release_sys(arena::done(p, ptx::fresh(r)) + p.rank, epoch);
+}
+
+// All results of a local expert are stored, others of this rank perhaps not yet.
+MEGAMOE_DEVICE void announce_expert(const Params& p, u32 epoch, u32 expert) {
+#pragma unroll 1
+  for (u32 r = 0; r < kRanks; ++r) {
+    ptx::st_release_sys(arena::finished(p, ptx::fresh(r)) + p.rank * kLocalExperts + expert, epoch);
+  }
 }
 
 // Last act of the CTA's thread 0: the last CTA to leave advances the epoch.

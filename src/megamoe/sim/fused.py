@@ -104,6 +104,9 @@ CASES: Final = {
     ),
     "alone-urgent": FusedCase(Plan(wide=False, stages=2, direct_tokens=0), ((21,), (3,)), spec=_SMALL),
     "alone": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), spec=_SMALL),
+    "alone-raw": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), raw=torch.int64, spec=_SMALL),
+    # More routes than threads: the other way through the routing.
+    "alone-many": FusedCase(Plan(wide=False, stages=2), ((200,), (2,)), raw=torch.int32, spec=_SMALL),
     # Tiles of one or two k-blocks under a deep ring, and one CTA for all of them: the queue of tiles goes round often.
     "queue": FusedCase(
         Plan(wide=False, stages=4, direct_tokens=0), ((24, 30), (40, 0)), grid=1, spec=replace(_SMALL, experts=16)

@@ -18,6 +18,11 @@ MEGAMOE_DEVICE u32 fresh(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
 }
+template <class T>
+MEGAMOE_DEVICE T* fresh(T* v) {
+  asm volatile("" : "+l"(v));
+  return v;
+}
 MEGAMOE_DEVICE u32 ballot(bool p) { return __ballot_sync(kFullMask, p); }
 MEGAMOE_DEVICE bool any(bool p) { return __any_sync(kFullMask, p) != 0; }
 MEGAMOE_DEVICE bool all(bool p) { return __all_sync(kFullMask, p) != 0; }

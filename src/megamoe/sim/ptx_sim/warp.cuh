@@ -9,6 +9,10 @@ constexpr u32 kFullMask = 0xffffffffu;
 MEGAMOE_DEVICE bool elect_one() { return sim::elect(kFullMask); }
 MEGAMOE_DEVICE void syncwarp() { sim::syncwarp(kFullMask); }
 MEGAMOE_DEVICE u32 fresh(u32 v) { return v; }
+template <class T>
+MEGAMOE_DEVICE T* fresh(T* v) {
+  return v;
+}
 MEGAMOE_DEVICE u32 ballot(bool p) { return sim::ballot(kFullMask, p); }
 MEGAMOE_DEVICE bool any(bool p) { return sim::ballot(kFullMask, p) != 0; }
 MEGAMOE_DEVICE bool all(bool p) { return sim::ballot(kFullMask, p) == kFullMask; }

@@ -119,6 +119,7 @@ u64 clock() {
 }
 void sleep() {
   SIM_ENTER;
+  ++machine.turn;
   yield();
 }
 
@@ -376,7 +377,7 @@ static void loop(Style style) {
       break;
     }
     const u32 active = static_cast<u32>(m.active.size());
-    Warp* w = m.active[m.random ? random_below(active) : 0];
+    Warp* w = m.active[m.random ? random_below(active) : m.turn % active];
     if (w->slow && random_below(16)) w = m.active[random_below(active)];
     if (style.freezes) {
       if (!style.frozen && !random_below(64)) style.frozen = w;

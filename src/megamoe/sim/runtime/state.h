@@ -278,6 +278,7 @@ struct Machine {
   bool checked = false, random = true, aborting = false, hooks = false, expired = false;
   u32 passing = 0;  // deadlines that the next look at one may find passed
   u64 random_state = 1, last_change = 0, last_scan = 0;
+  u64 turn = 0;  // without randomness: which warp is next; a sleeping one passes its turn on
   u32 quiescent_rounds = 0;
   u64 quiescent_change = 0;
   Counters counters;
