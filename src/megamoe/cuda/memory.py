@@ -32,7 +32,9 @@ __all__ = ["ABORTED", "EXPIRED", "Expired", "Place", "Workspace", "find", "host_
 
 _log = logging.getLogger("megamoe")
 
-_STATE: Final = ("counts", "done", "abort", "epoch", "barrier", "own_counts", "arrived", "halves")
+_STATE: Final = (
+    "counts", "done", "finished", "abort", "epoch", "barrier", "own_counts", "arrived", "halves", "passes"
+)  # fmt: skip
 """Fields that carry state from call to call; all others are written before they are read."""
 
 EXPIRED: Final = 0

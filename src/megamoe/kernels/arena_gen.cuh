@@ -103,7 +103,7 @@ MEGAMOE_DEVICE u32* epoch(const Params& p) {
   return reinterpret_cast<u32*>(p.workspace + p.workspace_at[0]);
 }
 
-// [bank] counted, listed, tiles taken, tiles stored, exits; then stored result tiles of each local expert
+// [bank] counted, listed, tiles taken, stored, pieces combined, exits; stored result tiles of each local expert
 MEGAMOE_DEVICE u32* barrier(const Params& p) {
   return reinterpret_cast<u32*>(p.workspace + p.workspace_at[1]);
 }

@@ -81,56 +81,82 @@ MEGAMOE_DEVICE void combine_columns(const Params& p, u32 token, u32 begin, u32 e
   }
 }
 
-// The combine of one warp, `first` of `step` warps. Where there are fewer tokens than warps, several share the columns of
-// one: a warp has the loads of only kSteps * kWidth columns in flight.
+// The combine of one warp, `first` of `step` warps. A piece is a token, or where there are fewer tokens than warps a part of
+// its columns: a warp has the loads of only kSteps * kWidth columns in flight.
 //
-// A warp has no tile left when it comes here. Until all ranks are done it looks for tokens whose experts are (kEarlyCombine).
+// A warp has no tile left when it comes here. Until all ranks are done it takes pieces from a counter (kEarlyCombine), so that
+// those who are early do most; of a token whose experts are not all complete it takes note, and looks again later. It holds
+// no more of them than its share, for the end comes to all of them at once. Piece n of those lies in lane n's `held_`.
 class Combine {
  public:
   MEGAMOE_DEVICE Combine(const Params& p, u32 epoch, u32 tokens, u32 first, u32 step)
-      : p_(p), epoch_(epoch), first_(first), step_(step), combined_(0) {
+      : p_(p), epoch_(epoch), next_(first), step_(step), held_(0), holds_(0), done_(false), failed_(false),
+        more_(kEarlyCombine) {
     constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;
     const u32 sharing = tokens == 0 || tokens >= step ? 1 : step / tokens;
     spans_ = (kSpans + sharing - 1) / sharing;
     pieces_ = (kSpans + spans_ - 1) / spans_;
     all_ = tokens * pieces_;
+    const u32 share = (all_ + step - 1) / step;
+    share_ = share < 32 ? share : 32;
   }
 
   MEGAMOE_DEVICE void run(Trace& trace) {
     const u64 deadline = kEarlyCombine ? ptx::deadline_after(p_.timeout_ns) : 0;
+    bool combining = false;
 #pragma unroll 1
-    for (bool last = !kEarlyCombine;;) {
-      const bool ok = !last || wait();
-      if (last) trace(Event::kPeers);
-      const bool any = round(last, !ok, trace);
-      if (any) trace(Event::kCombined);
-      if (last) break;
-      last = nothing_more() || ranks_are_done() || aborted(p_) || ptx::deadline_passed(deadline);
-      if (!last && !any) ptx::nanosleep(200);
+    for (;;) {
+      const u32 i = find();
+      if (i < all_) {
+        if (!combining) trace(Event::kPeers);
+        combining = true;
+        const u32 t = i / pieces_, begin = (i - t * pieces_) * spans_ * kWidth, end = begin + spans_ * kWidth;
+        combine_columns(p_, t, begin, end < kHidden ? end : kHidden, failed_);
+        continue;
+      }
+      if (combining) trace(Event::kCombined);
+      combining = false;
+      if (done_) break;
+      if ((more_ || holds_ > 0) && !ranks_are_done() && !aborted(p_) && !ptx::deadline_passed(deadline)) {
+        ptx::nanosleep(200);
+        continue;
+      }
+      failed_ = !wait();
+      done_ = true;
     }
   }
 
  private:
-  static constexpr u32 kNoted = 32;  // pieces of a warp that can be combined early
+  static constexpr u32 kNone = 0xffffffffu;
 
-  // Whether there was a piece to combine.
-  MEGAMOE_DEVICE bool round(bool last, bool failed, Trace& trace) {
-    bool any = last;
-    u32 n = 0;
-#pragma unroll 1
-    for (u32 i = first_; i < all_; i += step_, ++n) {
-      const u32 bit = n < kNoted ? 1u << n : 0, t = i / pieces_;
-      if ((combined_ & bit) != 0 && !failed) continue;
-      if (!last) {
-        if (bit == 0 || !is_complete(t)) continue;
-        if (!any) trace(Event::kPeers);
-        any = true;
-        combined_ |= bit;
-      }
-      const u32 begin = (i - t * pieces_) * spans_ * kWidth, end = begin + spans_ * kWidth;
-      combine_columns(p_, t, begin, end < kHidden ? end : kHidden, failed);
+  // A piece that can be combined now.
+  MEGAMOE_DEVICE u32 find() {
+    if (failed_ || (done_ && !kEarlyCombine)) {  // all of them; whoever else had them may have left
+      const u32 i = next_;
+      next_ += step_;
+      return i;
     }
-    return any;
+    while (more_ && (done_ || holds_ < share_)) {
+      const u32 i = take();
+      more_ = i < all_;
+      if (!more_) break;
+      if (done_ || is_complete(i / pieces_)) return i;
+      if (ptx::lane_index() == holds_) held_ = i;
+      ++holds_;
+    }
+    for (u32 n = 0; n < holds_; ++n) {
+      const u32 i = ptx::shfl(held_, n);
+      if (!done_ && !is_complete(i / pieces_)) continue;
+      const u32 last = ptx::shfl(held_, --holds_);
+      if (ptx::lane_index() == n) held_ = last;
+      return i;
+    }
+    return kNone;
+  }
+  MEGAMOE_DEVICE u32 take() const {
+    u32 i = 0;
+    if (ptx::lane_index() == 0) i = ptx::atom_add_relaxed_gpu(barrier_word(p_, epoch_, kCombining), 1u);
+    return ptx::shfl(i, 0);
   }
 
   // All ranks are done, and this call has not failed.
@@ -158,14 +184,12 @@ class Combine {
     ptx::syncwarp();  // each lane's acquire is for all lanes
     return complete;
   }
-  MEGAMOE_DEVICE bool nothing_more() const {
-    const u32 pieces = first_ < all_ ? (all_ - first_ + step_ - 1) / step_ : 0;
-    return combined_ == (pieces < kNoted ? (1u << pieces) - 1 : ~0u);
-  }
 
   const Params& p_;
-  u32 epoch_, first_, step_, spans_, pieces_, all_;
-  u32 combined_;  // bit n: this warp's n-th piece
+  u32 epoch_, next_, step_, spans_, pieces_, all_, share_;
+  u32 held_, holds_;
+  bool done_, failed_;
+  bool more_;  // pieces that nobody has taken
 };
 
 }  // namespace megamoe

@@ -12,7 +12,10 @@ namespace megamoe {
 enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers, kFirsts, kResults, kRoom };
 
 // Counters of one bank. From kExpertStored on one for each local expert.
-enum Barrier : u32 { kCounted, kListed, kTaken, kStored, kExited, kExpertStored, kBarrierWords = kExpertStored + kLocalExperts };
+enum Barrier : u32 {
+  kCounted, kListed, kTaken, kStored, kCombining, kExited, kExpertStored,
+  kBarrierWords = kExpertStored + kLocalExperts
+};
 
 MEGAMOE_DEVICE u32 bank_of(u32 epoch) { return epoch % kBanks; }
 MEGAMOE_DEVICE u32* barrier_word(const Params& p, u32 epoch, Barrier which) {
