@@ -81,24 +81,23 @@ MEGAMOE_DEVICE void combine_columns(const Params& p, u32 token, u32 begin, u32 e
   }
 }
 
-// The combine of one warp, `first` of `step` warps. A piece is a token, or where there are fewer tokens than warps a part of
-// its columns: a warp has the loads of only kSteps * kWidth columns in flight.
+// The combine of one warp, `first` of `step` warps. A piece is a token, or where there are few tokens a part of its columns: a
+// warp has the loads of only kSteps * kWidth columns in flight.
 //
 // A warp has no tile left when it comes here. Until all ranks are done it takes pieces from a counter (kEarlyCombine), so that
-// those who are early do most; of a token whose experts are not all complete it takes note, and looks again later. It holds
-// no more of them than its share, for the end comes to all of them at once. Piece n of those lies in lane n's `held_`.
+// those who are early do most. A token whose experts are not all complete it keeps and looks at again; but few of them, for
+// the end comes to all of them at once, and what is left then shall be dealt evenly. Piece n of those lies in lane n's `kept_`.
 class Combine {
  public:
   MEGAMOE_DEVICE Combine(const Params& p, u32 epoch, u32 tokens, u32 first, u32 step)
-      : p_(p), epoch_(epoch), next_(first), step_(step), held_(0), holds_(0), done_(false), failed_(false),
+      : p_(p), epoch_(epoch), next_(first), step_(step), ahead_(0), kept_(0), keeps_(0), done_(false), failed_(false),
         more_(kEarlyCombine) {
     constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;
-    const u32 sharing = tokens == 0 || tokens >= step ? 1 : step / tokens;
+    const u32 wanted = step * kPiecesOfWarp, sharing = tokens == 0 || tokens >= wanted ? 1 : wanted / tokens;
     spans_ = (kSpans + sharing - 1) / sharing;
     pieces_ = (kSpans + spans_ - 1) / spans_;
     all_ = tokens * pieces_;
-    const u32 share = (all_ + step - 1) / step;
-    share_ = share < 32 ? share : 32;
+    if (kEarlyCombine) take();
   }
 
   MEGAMOE_DEVICE void run(Trace& trace) {
@@ -117,7 +116,7 @@ class Combine {
       if (combining) trace(Event::kCombined);
       combining = false;
       if (done_) break;
-      if ((more_ || holds_ > 0) && !ranks_are_done() && !aborted(p_) && !ptx::deadline_passed(deadline)) {
+      if ((more_ || keeps_ > 0) && !ranks_are_done() && !aborted(p_) && !ptx::deadline_passed(deadline)) {
         ptx::nanosleep(200);
         continue;
       }
@@ -128,6 +127,8 @@ class Combine {
 
  private:
   static constexpr u32 kNone = 0xffffffffu;
+  static constexpr u32 kKept = 2;
+  static constexpr u32 kPiecesOfWarp = kEarlyCombine ? 4 : 1;  // at least so many, or what is left at the end is too coarse
 
   // A piece that can be combined now.
   MEGAMOE_DEVICE u32 find() {
@@ -136,27 +137,28 @@ class Combine {
       next_ += step_;
       return i;
     }
-    while (more_ && (done_ || holds_ < share_)) {
+    while (more_ && (done_ || keeps_ < kKept)) {
       const u32 i = take();
       more_ = i < all_;
       if (!more_) break;
       if (done_ || is_complete(i / pieces_)) return i;
-      if (ptx::lane_index() == holds_) held_ = i;
-      ++holds_;
+      if (ptx::lane_index() == keeps_) kept_ = i;
+      ++keeps_;
     }
-    for (u32 n = 0; n < holds_; ++n) {
-      const u32 i = ptx::shfl(held_, n);
+    for (u32 n = 0; n < keeps_; ++n) {
+      const u32 i = ptx::shfl(kept_, n);
       if (!done_ && !is_complete(i / pieces_)) continue;
-      const u32 last = ptx::shfl(held_, --holds_);
-      if (ptx::lane_index() == n) held_ = last;
+      const u32 last = ptx::shfl(kept_, --keeps_);
+      if (ptx::lane_index() == n) kept_ = last;
       return i;
     }
     return kNone;
   }
-  MEGAMOE_DEVICE u32 take() const {
-    u32 i = 0;
-    if (ptx::lane_index() == 0) i = ptx::atom_add_relaxed_gpu(barrier_word(p_, epoch_, kCombining), 1u);
-    return ptx::shfl(i, 0);
+  // The piece taken by the call before; the next one's number is on its way meanwhile.
+  MEGAMOE_DEVICE u32 take() {
+    const u32 i = ptx::shfl(ahead_, 0);
+    if (ptx::lane_index() == 0) ahead_ = ptx::atom_inc_relaxed_gpu(barrier_word(p_, epoch_, kCombining));
+    return i;
   }
 
   // All ranks are done, and this call has not failed.
@@ -186,8 +188,8 @@ class Combine {
   }
 
   const Params& p_;
-  u32 epoch_, next_, step_, spans_, pieces_, all_, share_;
-  u32 held_, holds_;
+  u32 epoch_, next_, step_, spans_, pieces_, all_;
+  u32 ahead_, kept_, keeps_;
   bool done_, failed_;
   bool more_;  // pieces that nobody has taken
 };
