@@ -199,3 +199,10 @@ def test_pools_whose_scales_need_wider_indices_are_refused() -> None:
     with pytest.raises(EngineError, match=r"max_tokens: got 10000000.*32-bit"):
         plan.check(sizes)
     plan.check(replace(sizes, capacity=9_000_000))
+
+
+def test_what_a_reset_clears_is_what_is_carried_from_call_to_call() -> None:
+    """Counters by bank, words that peers tag, the epoch and the abort word; `passes` was once forgotten."""
+    for field in (*ARENA, *WORKSPACE):
+        carried = field.doc.startswith(("[bank]", "written by", "raised by", "calls completed"))
+        assert field.state == carried, field.name

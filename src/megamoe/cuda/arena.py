@@ -151,6 +151,8 @@ class Field:
     itemsize: int
     count: Callable[[Sizes], int]
     doc: str
+    state: bool = False
+    """Whether it carries something from call to call; all others are written before they are read."""
 
     def nbytes(self, sizes: Sizes) -> int:
         """Bytes of the array, rounded up to the alignment of the next field."""
@@ -169,27 +171,52 @@ ARENA: Final = (
         8,
         lambda s: s.ranks * (s.local_experts + 1),
         "written by peers: [source][local expert, then tokens], epoch << 32 | count",
+        state=True,
     ),
-    Field("done", "u32", 4, lambda s: MAX_RANKS, "written by peers: [owner] epoch of its last complete call"),
-    Field("finished", "u32", 4, lambda s: s.experts, "written by owners: [expert] epoch of its last complete results"),
-    Field("abort", "u32", 4, lambda s: 1, "raised by any rank: every wait ends"),
+    Field(
+        "done", "u32", 4, lambda s: MAX_RANKS, "written by peers: [owner] epoch of its last complete call", state=True
+    ),
+    Field(
+        "finished",
+        "u32",
+        4,
+        lambda s: s.experts,
+        "written by owners: [expert] epoch of its last complete results",
+        state=True,
+    ),
+    Field("abort", "u32", 4, lambda s: 1, "raised by any rank: every wait ends", state=True),
     Field("y", "__nv_bfloat16", 2, lambda s: s.capacity * s.topk * s.hidden, "route results [tokens][k][H]"),
 )
 """Peer-visible fields, in order."""
 
 WORKSPACE: Final = (
-    Field("epoch", "u32", 4, lambda s: 1, "calls completed"),
+    Field("epoch", "u32", 4, lambda s: 1, "calls completed", state=True),
     Field(
         "barrier",
         "u32",
         4,
         lambda s: BANKS * (6 + s.local_experts),
         "[bank] counted, listed, tiles taken, stored, pieces combined, exits; stored result tiles of each local expert",
+        state=True,
     ),
-    Field("own_counts", "u32", 4, lambda s: BANKS * s.experts, "[bank][expert] this rank's routes"),
-    Field("arrived", "u32", 4, lambda s: BANKS * s.pool_tiles, "[bank][token tile] pool rows written"),
-    Field("halves", "u32", 4, lambda s: BANKS * s.pool_tiles, "[bank][token tile] stored halves of the intermediate"),
-    Field("passes", "u32", 4, lambda s: BANKS * 2 * s.max_passes, "[bank][first, second GEMM][pass] stored halves"),
+    Field("own_counts", "u32", 4, lambda s: BANKS * s.experts, "[bank][expert] this rank's routes", state=True),
+    Field("arrived", "u32", 4, lambda s: BANKS * s.pool_tiles, "[bank][token tile] pool rows written", state=True),
+    Field(
+        "halves",
+        "u32",
+        4,
+        lambda s: BANKS * s.pool_tiles,
+        "[bank][token tile] stored halves of the intermediate",
+        state=True,
+    ),
+    Field(
+        "passes",
+        "u32",
+        4,
+        lambda s: BANKS * 2 * s.max_passes,
+        "[bank][first, second GEMM][pass] stored halves",
+        state=True,
+    ),
     Field("routes", "uint4", 16, lambda s: s.table_rows, "[row] source and first flag, route, expert"),
     Field("targets", "u32", 4, lambda s: s.pool_routes, "[source][token][slot] row"),
     Field("pool_weights", "float", 4, lambda s: s.table_rows, "[row] route weight"),

@@ -32,11 +32,6 @@ __all__ = ["ABORTED", "EXPIRED", "Expired", "Place", "Workspace", "find", "host_
 
 _log = logging.getLogger("megamoe")
 
-_STATE: Final = (
-    "counts", "done", "finished", "abort", "epoch", "barrier", "own_counts", "arrived", "halves", "passes"
-)  # fmt: skip
-"""Fields that carry state from call to call; all others are written before they are read."""
-
 EXPIRED: Final = 0
 ABORTED: Final = 6
 """Words of a report (sync.cuh): a wait expired; the call ended through the abort word."""
@@ -198,8 +193,9 @@ class Workspace:
         self.synchronize()
         for report, buffers in zip(self.reports, self.buffers, strict=True):
             report.zero_()
-            for name in _STATE:
-                buffers.view(name).zero_()
+            for field in (*ARENA, *WORKSPACE):
+                if field.state:
+                    buffers.view(field.name).zero_()
         self.synchronize()
         self.broken = None
 

@@ -64,7 +64,8 @@ class Plan:
 
     Args:
         wide: tiles of up to 128 tokens on the M side of WGMMA.
-        swap: tiles of up to 64 tokens on the N side. With both kinds, an expert's last tile is swapped if it can be.
+        swap: tiles of up to 64 tokens, up to 32 of them on the N side. With both kinds, an expert's last tile is such a
+            one if it can be.
         carried_tokens: tokens beyond 128 that a full wide tile may carry, in the same pass over the weights: 0 or 8.
         stages: depth of the operand ring.
         staging_buffers: staging buffers of a math warpgroup.

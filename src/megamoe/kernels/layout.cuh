@@ -28,7 +28,8 @@ constexpr u32 kTiles2 = (kHidden + kWeightRows - 1) / kWeightRows;
 static_assert(kHidden % 128 == 0 && kIntermediate % 128 == 0, "whole scale groups");
 static_assert(kRanks <= kMaxRanks, "ranks of one NVLink domain");
 
-// Token tiles. A wide tile has up to 128 tokens on the M side; a swapped one up to 64 on the N side, weights on the M side.
+// Token tiles. A wide tile has up to 128 tokens on the M side. The others have up to 64: from 33 on on the M side (half.cuh),
+// up to 32 on the N side with weights on the M side (swap.cuh). kSwap: a plan has such tiles.
 constexpr bool kWide = config::kWide;
 constexpr bool kSwap = config::kSwap;
 constexpr u32 kSwapTokens = 64;

@@ -14,7 +14,7 @@ namespace megamoe {
 
 struct Tile {
   bool second;  // second GEMM
-  bool wide;    // up to 128 tokens on the M side, those past them carried; else up to 64 on the N side
+  bool wide;    // up to 128 tokens, those past them carried; else up to 64
   u32 expert;   // local
   u32 column;   // weight tile: rows [256 column, 256 column + 256) of w13 or w2
   u32 row;      // first row of the routing's tables

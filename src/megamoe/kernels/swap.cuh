@@ -1,4 +1,4 @@
-// The main loop of a swapped tile: weights on the M side of WGMMA, up to 64 tokens on the N side.
+// The main loop of a swapped tile: weights on the M side of WGMMA, up to 32 tokens on the N side.
 //
 // Each math warpgroup has 128 of the tile's 256 weight rows as two products m64nN, N the tokens rounded up to 8. Thread
 // (warp w, lane l) holds finals[b][4 j + 2 r + c]: weight row 64 b + 16 w + l / 4 + 8 r of its warpgroup, token

@@ -107,6 +107,8 @@ CASES: Final = {
     "alone-raw": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), raw=torch.int64, spec=_SMALL),
     # More routes than threads: the other way through the routing.
     "alone-many": FusedCase(Plan(wide=False, stages=2), ((200,), (2,)), raw=torch.int32, spec=_SMALL),
+    # Some 50 tokens an expert: half tiles, of which two follow one another in a CTA, between swapped ones.
+    "half": FusedCase(Plan(wide=False, stages=2), ((60, 45), (9, 50)), grid=2, spec=replace(_SMALL, intermediate=256)),
     # Tiles of one or two k-blocks under a deep ring, and one CTA for all of them: the queue of tiles goes round often.
     "queue": FusedCase(
         Plan(wide=False, stages=4, direct_tokens=0), ((24, 30), (40, 0)), grid=1, spec=replace(_SMALL, experts=16)
