@@ -41,6 +41,7 @@ EVENTS: Final = {
     11: "store rows",
     12: "wait for ranks",
     13: "combine",
+    14: "wait for experts",
 }
 """``Event`` of trace.cuh, as what the role did until then. GEMM and store phases include waits for data."""
 

@@ -86,12 +86,13 @@ MEGAMOE_DEVICE void combine_columns(const Params& p, u32 token, u32 begin, u32 e
 //
 // A warp has no tile left when it comes here. Until all ranks are done it takes pieces from a counter (kEarlyCombine), so that
 // those who are early do most. A token whose experts are not all complete it keeps and looks at again; but few of them, for
-// the end comes to all of them at once, and what is left then shall be dealt evenly. Piece n of those lies in lane n's `kept_`.
+// the end comes to all of them at once, and what is left then shall be dealt evenly. Piece n of those lies in lane n's `kept_`, the n-th one
+// that the warp has combined early in lane n's `early_`: if the call fails, the warp takes it back.
 class Combine {
  public:
   MEGAMOE_DEVICE Combine(const Params& p, u32 epoch, u32 tokens, u32 first, u32 step)
-      : p_(p), epoch_(epoch), next_(first), step_(step), ahead_(0), kept_(0), keeps_(0), done_(false), failed_(false),
-        more_(kEarlyCombine) {
+      : p_(p), epoch_(epoch), next_(first), step_(step), ahead_(0), kept_(0), early_(0), keeps_(0), earlies_(0),
+        done_(false), failed_(false), more_(kEarlyCombine) {
     constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;
     const u32 wanted = step * kPiecesOfWarp, sharing = tokens == 0 || tokens >= wanted ? 1 : wanted / tokens;
     spans_ = (kSpans + sharing - 1) / sharing;
@@ -101,13 +102,13 @@ class Combine {
   }
 
   MEGAMOE_DEVICE void run(Trace& trace) {
-    const u64 deadline = kEarlyCombine ? ptx::deadline_after(p_.timeout_ns) : 0;
+    const Patience patience(p_);
     bool combining = false;
 #pragma unroll 1
     for (;;) {
       const u32 i = find();
       if (i < all_) {
-        if (!combining) trace(Event::kPeers);
+        if (!combining) trace(done_ ? Event::kPeers : Event::kExperts);
         combining = true;
         const u32 t = i / pieces_, begin = (i - t * pieces_) * spans_ * kWidth, end = begin + spans_ * kWidth;
         combine_columns(p_, t, begin, end < kHidden ? end : kHidden, failed_);
@@ -116,7 +117,7 @@ class Combine {
       if (combining) trace(Event::kCombined);
       combining = false;
       if (done_) break;
-      if ((more_ || keeps_ > 0) && !ranks_are_done() && !aborted(p_) && !ptx::deadline_passed(deadline)) {
+      if ((more_ || keeps_ > 0) && !ranks_are_done() && !ptx::any(ptx::lane_index() == 0 && patience.is_over())) {
         ptx::nanosleep(200);
         continue;
       }
@@ -127,32 +128,42 @@ class Combine {
 
  private:
   static constexpr u32 kNone = 0xffffffffu;
-  static constexpr u32 kKept = 2;
+  static constexpr u32 kKept = 2, kMostEarly = 32;
   static constexpr u32 kPiecesOfWarp = kEarlyCombine ? 4 : 1;  // at least so many, or what is left at the end is too coarse
 
   // A piece that can be combined now.
   MEGAMOE_DEVICE u32 find() {
-    if (failed_ || (done_ && !kEarlyCombine)) {  // all of them; whoever else had them may have left
+    if constexpr (!kEarlyCombine) {
       const u32 i = next_;
-      next_ += step_;
-      return i;
+      if (done_) next_ += step_;
+      return done_ ? i : kNone;
     }
+    if (failed_ && earlies_ > 0) return ptx::shfl(early_, --earlies_);
+    if (!done_ && earlies_ == kMostEarly) return kNone;
     while (more_ && (done_ || keeps_ < kKept)) {
       const u32 i = take();
       more_ = i < all_;
       if (!more_) break;
-      if (done_ || is_complete(i / pieces_)) return i;
+      if (is_ready(i)) return i;
       if (ptx::lane_index() == keeps_) kept_ = i;
       ++keeps_;
     }
     for (u32 n = 0; n < keeps_; ++n) {
       const u32 i = ptx::shfl(kept_, n);
-      if (!done_ && !is_complete(i / pieces_)) continue;
+      if (!is_ready(i)) continue;
       const u32 last = ptx::shfl(kept_, --keeps_);
       if (ptx::lane_index() == n) kept_ = last;
       return i;
     }
     return kNone;
+  }
+  // Notes a piece that is combined early.
+  MEGAMOE_DEVICE bool is_ready(u32 i) {
+    if (done_) return true;
+    if (!is_complete(i / pieces_)) return false;
+    if (ptx::lane_index() == earlies_) early_ = i;
+    ++earlies_;
+    return true;
   }
   // The piece taken by the call before; the next one's number is on its way meanwhile.
   MEGAMOE_DEVICE u32 take() {
@@ -189,7 +200,7 @@ class Combine {
 
   const Params& p_;
   u32 epoch_, next_, step_, spans_, pieces_, all_;
-  u32 ahead_, kept_, keeps_;
+  u32 ahead_, kept_, early_, keeps_, earlies_;
   bool done_, failed_;
   bool more_;  // pieces that nobody has taken
 };

@@ -79,6 +79,17 @@ MEGAMOE_DEVICE bool spin_until(const Params& p, Phase phase, u32 index, u32 awai
   }
 }
 
+// The same end for a loop that has other things to do while it waits.
+class Patience {
+ public:
+  MEGAMOE_DEVICE explicit Patience(const Params& p) : p_(p), deadline_(ptx::deadline_after(p.timeout_ns)) {}
+  MEGAMOE_DEVICE bool is_over() const { return aborted(p_) || ptx::deadline_passed(deadline_); }
+
+ private:
+  const Params& p_;
+  u64 deadline_;
+};
+
 // For the host of a rank whose call ends through the abort word: its own report of an expired wait stays empty.
 MEGAMOE_DEVICE void report_aborted(const Params& p) {
   ptx::st_relaxed_sys(p.report + kAborted, ptx::ld_relaxed_sys(arena::abort(p, p.rank)));

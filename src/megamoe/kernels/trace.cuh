@@ -22,6 +22,7 @@ enum class Event : u32 {
   kStored,      // store warp: rows of a tile written
   kPeers,       // math: all ranks' results seen
   kCombined,    // math: tokens combined
+  kExperts,     // math: a token's experts seen complete, before all ranks are done
 };
 
 enum TraceRole : u32 { kTraceLoader, kTraceStore0, kTraceStore1, kTraceDispatch, kTraceMath0, kTraceMath1, kTraceRoles };
