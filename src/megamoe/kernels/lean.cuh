@@ -2,7 +2,8 @@
 //
 // Nobody else's counts are needed, and the ids are few. So each CTA reads all of them and derives the pool's layout and
 // every route's place alone: no counter is raised and none waited for before the first product. Then each CTA takes
-// some of the tokens: it stages the row, if the call's inputs are not staged yet, and each of its warps brings it to the pool rows of some slots.
+// some of the tokens: it stages the row, if the call's inputs are not staged yet, and its warps bring it to the pool, each for
+// some of the slots.
 #pragma once
 #include "list.cuh"
 

@@ -232,7 +232,6 @@ MEGAMOE_DEVICE void place_experts(const Params& p, Smem base, Smem places) {
   __syncthreads();
 }
 
-
 // Step 3. Fills the tables and facts. `places`: kRanks * kLocalExperts words, the place of each source's first route
 // within an expert; `sources`: kRanks words, the tokens of each.
 MEGAMOE_DEVICE void lay_out_pool(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {

@@ -158,13 +158,7 @@ class TileQueue {
     ++count_;
   }
 
-  // A whole reader warp: the next tile; false at the end.
-  MEGAMOE_DEVICE bool take(Tile& tile) {
-    const bool any = look(tile);
-    done();
-    return any;
-  }
-  // In two steps: the slot may be read again in between.
+  // A whole reader warp: the next tile, whose slot may be read again until `done`; false at the end.
   MEGAMOE_DEVICE bool look(Tile& tile) {
     ptx::mbarrier_wait(base_ + (FusedTile::kQueueFull + slot() * 8), parity());
     return read(tile);
