@@ -118,8 +118,8 @@ u64 clock() {
   return machine.counters.steps;
 }
 void sleep() {
-  SIM_ENTER;
-  ++machine.turn;
+  Fiber* f = SIM_ENTER;
+  machine.turn = static_cast<u64>(f->warp->slot) + 1;
   yield();
 }
 
