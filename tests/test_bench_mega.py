@@ -47,7 +47,7 @@ def test_plan_names_tell_the_selected_plans_apart() -> None:
     chosen = {select_plan(sizes, bound) for bound in (1, 64, 256, 1024, 8192)}
     assert len({mega.plan_name(plan) for plan in chosen}) == len(chosen)
     assert mega.plan_name(Plan(wide=False, stages=4, pulled_rows=2)) == "swap-s4-b1-p2"
-    assert mega.plan_name(Plan(carried_tokens=8)) == "wide+swap-c8-s3-b1-p1"
+    assert mega.plan_name(Plan(carried_tokens=16)) == "wide+swap-c16-s3-b1-p1"
     assert mega.plan_name(Plan(wave_experts=3, lag=1)) == "wide+swap-s3-b1-p1-w3-l1"
 
 

@@ -22,22 +22,22 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 SOURCE = Path(__file__).parent / "sim_kernels" / "tiles.cu"
 EXPERTS, HIDDEN, INTERMEDIATE = 7, 768, 512
 FIRST, SECOND = INTERMEDIATE // 128, HIDDEN // 256  # weight tiles of the two GEMMs
-CARRIED = {136: [136], 137: [128, 9], 264: [128, 136], 272: [136, 136], 273: [128, 128, 17]}
-"""Tiles of an expert's rows where a full tile may carry eight more."""
+CARRIED = {144: [144], 145: [128, 17], 272: [128, 144], 288: [144, 144], 289: [128, 128, 33]}
+"""Tiles of an expert's rows where a full tile may carry sixteen more."""
 GRID = 1  # CTAs of the kernel that asks
 
 PLANS = {
     "wide": Plan(swap=False, stages=2),
     "swap": Plan(wide=False, stages=2),
     "mixed": Plan(stages=2),
-    "carrying": Plan(stages=2, carried_tokens=8),
+    "carrying": Plan(stages=2, carried_tokens=16),
     "waves": Plan(stages=2, wave_experts=3),
     "lag": Plan(stages=2, wave_experts=2, lag=1),
     "long-lag": Plan(stages=2, wave_experts=2, lag=3),
     "never": Plan(stages=2, link_bytes=0),
     "one-wave": Plan(stages=2, wave_experts=9),  # more than there are: all of them, and no other order
     "passes": Plan(stages=2, passes=True, direct_tokens=0),
-    "passes-carrying": Plan(stages=2, carried_tokens=8, passes=True, direct_tokens=0),
+    "passes-carrying": Plan(stages=2, carried_tokens=16, passes=True, direct_tokens=0),
     "passes-swap": Plan(stages=2, wide=False, passes=True, direct_tokens=0),
     "passes-lag": Plan(stages=2, wave_experts=2, lag=1, passes=True, direct_tokens=0),
 }

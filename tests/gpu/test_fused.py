@@ -58,10 +58,10 @@ def test_uneven_ranks(small, counts, name):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_carried_tokens_have_the_bits_of_others(small, ranks):
-    """Experts with 130, 136 and 270 tokens: one or two full tiles that carry 2 to 8 more."""
+    """Experts with 130, 141, 270 and 259 tokens: one or two full tiles that carry 2 to 14 more."""
     x, ids, weights = make_input(SMALL, 400, "cuda")
-    ids[:, 0] = torch.tensor([0] * 130 + [1] * 136 + [2] * 134, device="cuda")
-    ids[:, 1] = torch.tensor([2] * 136 + [3] * 264, device="cuda")
+    ids[:, 0] = torch.tensor([0] * 130 + [1] * 141 + [2] * 129, device="cuda")
+    ids[:, 1] = torch.tensor([2] * 141 + [3] * 259, device="cuda")
     results = []
     for name in ("mixed", "mixed-carrying"):
         engine = make_engine(SMALL, small, ranks=ranks, plan=PLANS[name], max_tokens=400)

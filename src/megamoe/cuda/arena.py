@@ -58,7 +58,7 @@ LEAST_POOL_TOKENS: Final = 2048
 SMALLEST_TILE: Final = 64
 """Rows of the narrowest kind of tile that counts as one: no expert has more than rows / 64 + 1 tiles."""
 
-LARGEST_TILE: Final = 136
+LARGEST_TILE: Final = 144
 """Rows of the largest one: what a full tile can carry with it (`Plan.carried_tokens`)."""
 
 TRACE_ROLES: Final = 6

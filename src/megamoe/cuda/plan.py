@@ -27,10 +27,11 @@ REGISTERS_PER_SM: Final = 65_536
 
 WIDE_TOKENS: Final = 128
 SWAP_TOKENS: Final = 64
+CARRIED_TOKENS: Final = LARGEST_TILE - TILE_ROWS
 AMAX_ROWS: Final = 3
 WEIGHT_ROWS: Final = 256
-STAGING_BYTES: Final = 64 * (256 + 16) - 16
-"""One staging buffer of a math warpgroup: 64 rows of 256 bytes, 16 bytes of padding between two."""
+STAGING_BYTES: Final = 64 * 256 + 7 * 16
+"""One staging buffer of a math warpgroup: 64 rows of 256 bytes in eight groups, 16 bytes of padding between two."""
 
 FACT_WORDS: Final = 18
 QUEUE_SLOTS: Final = 4
@@ -66,7 +67,7 @@ class Plan:
         wide: tiles of up to 128 tokens on the M side of WGMMA.
         swap: tiles of up to 64 tokens, up to 32 of them on the N side. With both kinds, an expert's last tile is such a
             one if it can be.
-        carried_tokens: tokens beyond 128 that a full wide tile may carry, in the same pass over the weights: 0 or 8.
+        carried_tokens: tokens beyond 128 that a full wide tile may carry, in the same pass over the weights: 0 or 16.
         stages: depth of the operand ring.
         staging_buffers: staging buffers of a math warpgroup.
         pulled_rows: token rows that a CTA's dispatch warp has in flight.
@@ -139,8 +140,8 @@ class Plan:
         """
         if not (self.wide or self.swap):
             raise EngineError("plan", "neither wide nor swap", "at least one kind of tile", "Set wide or swap.")
-        if self.carried_tokens not in (0, 8) or (self.carried_tokens and not (self.wide and self.swap)):
-            raise EngineError("plan.carried_tokens", self.carried_tokens, "0, or 8 with wide and swap", "Use 0.")
+        if self.carried_tokens not in (0, CARRIED_TOKENS) or (self.carried_tokens and not (self.wide and self.swap)):
+            raise EngineError("plan.carried_tokens", self.carried_tokens, f"0, or {CARRIED_TOKENS} with wide and swap", "Use 0.")
         if sizes.hidden % BLOCK or sizes.intermediate % BLOCK:
             raise EngineError(
                 "plan",

@@ -18,7 +18,7 @@ from megamoe.spec import ScaleFormat
 
 __all__ = ["CARRYING", "Shipped", "shipped"]
 
-CARRYING: Final = {"flash": 1024, "pro": 1024, "mimo": 1024, "v3": 512, "qwen3": 512}
+CARRYING: Final = {"flash": 700, "pro": 1024, "mimo": 768, "v3": 512, "qwen3": 512}
 """A bound at which the plan of a model carries tokens, alone and in groups of two; larger ones have passes there."""
 
 

@@ -1,7 +1,7 @@
 // What a math warpgroup does with a finished tile: SwiGLU and requantisation after the first GEMM, rounding to BF16 after
 // the second; the rows go into a staging buffer and the warpgroup's store warp takes them from there (scatter.cuh).
 //
-// A buffer holds up to 64 rows (tokens), kStagingPitch bytes apart:
+// A buffer holds up to 64 rows (tokens), see staged_row:
 //   wide, first    its 64 tokens x 128 columns of the intermediate, e4m3
 //   wide, second   its 64 tokens x 128 of the 256 output columns, BF16; two buffers' worth a tile
 //   others, first  all tokens x its 64 columns of the intermediate, e4m3
@@ -113,7 +113,7 @@ class Epilogue {
       const float largest = math::amax_value(amax), multiplier = math::quantisation_multiplier(largest);
       if (warpgroup_ == 0 && warp_ == 0 && lane < 4 && token < tile.rows) store_scale(tile, token, largest);
       const u32 both = math::quantise_pair(t.finals[0][4 * j + c], t.finals[1][4 * j + c], multiplier);
-      const Smem at = buffer + (token * kStagingPitch + 8 * warp_ + lane / 4);
+      const Smem at = buffer + (staged_row(token) + 8 * warp_ + lane / 4);
       ptx::st_shared_u8(at, static_cast<ptx::u8>(both));
       ptx::st_shared_u8(at + 32, static_cast<ptx::u8>(both >> 8));
     }
@@ -134,10 +134,10 @@ class Epilogue {
         const u32 lo0 = ptx::pack_bf16x2(f[0], f[1]), hi0 = ptx::pack_bf16x2(f[2], f[3]);
         if (j + 1 < Tokens / 8) {
           const u32 lo1 = ptx::pack_bf16x2(f[4], f[5]), hi1 = ptx::pack_bf16x2(f[6], f[7]);
-          ptx::stmatrix_x4_trans(buffer + ((8 * j + lane / 16 * 8 + lane % 8) * kStagingPitch + columns), lo0, hi0, lo1,
+          ptx::stmatrix_x4_trans(buffer + (staged_row(8 * j + lane / 16 * 8 + lane % 8) + columns), lo0, hi0, lo1,
                                  hi1);
         } else {
-          ptx::stmatrix_x2_trans(buffer + ((8 * j + lane % 8) * kStagingPitch + columns), lo0, hi0);
+          ptx::stmatrix_x2_trans(buffer + (staged_row(8 * j + lane % 8) + columns), lo0, hi0);
         }
       }
     }
@@ -187,13 +187,13 @@ class Epilogue {
 #pragma unroll
     for (int j = 0; j < Finals / 8; ++j) {
       const u32 pair = math::quantise_pair(finals[8 * j + 2 * r], finals[8 * j + 2 * r + 1], multiplier);
-      ptx::st_shared_u16(buffer + (row * kStagingPitch + 8 * j + 2 * (lane % 4)), static_cast<ptx::u16>(pair));
+      ptx::st_shared_u16(buffer + (staged_row(row) + 8 * j + 2 * (lane % 4)), static_cast<ptx::u16>(pair));
     }
   }
   // 64 tokens x 128 columns.
   MEGAMOE_DEVICE void stage_results(const float* finals) {
     const u32 lane = ptx::fresh(lane_);
-    const Smem at = acquire() + ((warp_ * 16 + lane % 16) * kStagingPitch + lane / 16 * 16);
+    const Smem at = acquire() + (staged_row(warp_ * 16 + lane % 16) + lane / 16 * 16);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float* f = finals + i * 8;

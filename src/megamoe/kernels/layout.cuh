@@ -36,7 +36,7 @@ constexpr u32 kSwapTokens = 64;
 // A wide tile carries up to kCarried tokens more on the N side, in the same pass over the weights.
 constexpr u32 kCarried = config::kCarriedTokens;
 constexpr u32 kStageTokens = kWide ? kTileRows + kCarried : kSwapTokens;
-static_assert(kCarried % 8 == 0 && (kCarried == 0 || (kWide && kSwap)), "carried tokens are swapped, eight at a time");
+static_assert(kCarried % 8 == 0 && (kCarried == 0 || (kWide && kSwap)), "carried tokens are swapped");
 static_assert(kWide || kSwap, "at least one kind of tile");
 constexpr u32 kAmaxRows = config::kAmaxRows;  // of kSwapTokens words each, see Epilogue::swap_first
 static_assert(kAmaxRows == 3, "one in use, one being cleared, one between");
@@ -109,9 +109,11 @@ struct FusedTile {
   static_assert(kQueueEmpty + kQueueSlots * 8 <= config::kSharedBytes, "the host's sum and ours");
 };
 
-// Staging: up to 64 rows of 256 bytes for each math warpgroup and buffer. The pitch spreads rows over the banks.
-constexpr u32 kStagingPitch = 256 + 16;
-constexpr u32 kStagingBuffer = kWarpgroupRows * kStagingPitch - 16;  // no padding behind the last row
+// Staging: up to 64 rows of 256 bytes for each math warpgroup and buffer. Eight neighbouring rows, which a warp writes at once,
+// lie in eight groups, 16 bytes of padding between two, and so in different banks.
+constexpr u32 kStagingRowBytes = 256, kStagingGroup = kWarpgroupRows / 8 * kStagingRowBytes + 16;
+constexpr u32 kStagingBuffer = 8 * kStagingGroup - 16;  // no padding behind the last group
+MEGAMOE_DEVICE u32 staged_row(u32 row) { return row % 8 * kStagingGroup + row / 8 * kStagingRowBytes; }
 
 // Tables: three words for each local expert, the call's facts, and the first row of each pass and the row behind the last.
 constexpr u32 kCountTable = FusedTile::kTables;

@@ -90,6 +90,33 @@ MEGAMOE_DEVICE void half_tile(const Tile& tile, Smem base, u32 warpgroup, u32 wa
   trace(Event::kEpilogue);
 }
 
+// With what it carries, or without.
+template <bool Carrying>
+MEGAMOE_DEVICE void wide_tile(TileQueue& queue, Tile& tile, Smem base, u32 warpgroup, u32 warp, u32 lane,
+                              Ring<FusedTile>& ring, Epilogue& epilogue, Trace& trace) {
+  MathWarpgroup<FusedTile> math(base, warpgroup, warp, ptx::fresh(lane));
+  math.ring = ring;
+  CarriedTokens carried{base, warpgroup, lane};
+  const auto nothing = [] {};
+  const int blocks = tile.second ? kBlocks2 : kBlocks1;
+  if constexpr (Carrying) {
+    math.accumulate_carrying(blocks, carried);
+  } else {
+    math.accumulate_tile(blocks, nothing, nothing);
+  }
+  ring = math.ring;
+  queue.read(tile);  // rather than kept: registers are few
+  trace(tile.second ? Event::kSecond : Event::kFirst);
+  if (tile.second) {
+    epilogue.wide_second(math.finals);
+    if constexpr (Carrying) epilogue.swap_second(carried.tile);
+  } else {
+    epilogue.wide_first(tile, math.finals);
+    if constexpr (Carrying) epilogue.swap_first(carried_part(tile), carried.tile);
+  }
+  trace(Event::kEpilogue);
+}
+
 MEGAMOE_DEVICE void math_role(const Params& p, Smem base, u32 warpgroup, Trace& trace) {
   const u32 warp = ptx::warp_index() % 4, lane = ptx::lane_index();
   TileQueue queue(base, 0);
@@ -99,27 +126,11 @@ MEGAMOE_DEVICE void math_role(const Params& p, Smem base, u32 warpgroup, Trace& 
   for (; queue.look(tile); queue.done()) {
     if constexpr (kWide) {
       if (tile.wide) {
-        MathWarpgroup<FusedTile> math(base, warpgroup, warp, ptx::fresh(lane));
-        math.ring = ring;
-        CarriedTokens carried{base, warpgroup, lane};
-        const auto nothing = [] {};
-        const int blocks = tile.second ? kBlocks2 : kBlocks1;
         if (carries(tile)) {
-          math.accumulate_carrying(blocks, carried);
+          wide_tile<true>(queue, tile, base, warpgroup, warp, lane, ring, epilogue, trace);
         } else {
-          math.accumulate_tile(blocks, nothing, nothing);
+          wide_tile<false>(queue, tile, base, warpgroup, warp, lane, ring, epilogue, trace);
         }
-        ring = math.ring;
-        queue.read(tile);  // rather than kept: registers are few
-        trace(tile.second ? Event::kSecond : Event::kFirst);
-        if (tile.second) {
-          epilogue.wide_second(math.finals);
-          if (carries(tile)) epilogue.swap_second(carried.tile);
-        } else {
-          epilogue.wide_first(tile, math.finals);
-          if (carries(tile)) epilogue.swap_first(carried_part(tile), carried.tile);
-        }
-        trace(Event::kEpilogue);
         continue;
       }
     }

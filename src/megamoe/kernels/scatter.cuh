@@ -68,7 +68,7 @@ class Scatter {
              tile.column * 128 + (tile.wide ? 0 : warpgroup() * 64);
     const Smem from = wait_staged();
     for (u32 r = lane; r < rows; r += 32) {
-      ptx::bulk_store(to + static_cast<u64>(r) * kIntermediate, from + r * kStagingPitch, bytes);
+      ptx::bulk_store(to + static_cast<u64>(r) * kIntermediate, from + staged_row(r), bytes);
     }
     release();
   }
@@ -95,7 +95,7 @@ class Scatter {
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
           const u32 r = lane + 32 * i;
-          if (r < rows) ptx::bulk_store(to[i] + column, from + r * kStagingPitch, 256);
+          if (r < rows) ptx::bulk_store(to[i] + column, from + staged_row(r), 256);
         }
       }
       release();

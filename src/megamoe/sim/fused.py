@@ -65,10 +65,10 @@ class FusedCase:
 
 _SMALL: Final = replace(SPEC, hidden=256, intermediate=128, experts=4)
 
-# An expert with 270 tokens: two wide tiles, which carry 8 and 6 more.
+# An expert with 284 tokens: two wide tiles, which carry 16 and 12 more.
 _CARRIED: Final = FusedCase(
-    Plan(stages=2, carried_tokens=8, direct_tokens=0),
-    ((77, 61), (9, 30)),
+    Plan(stages=2, carried_tokens=16, direct_tokens=0),
+    ((84, 61), (9, 30)),
     hot=2,
     spec=replace(_SMALL, intermediate=256),
 )
