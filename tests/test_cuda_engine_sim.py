@@ -181,6 +181,38 @@ def test_values_out_of_range_are_raised_by_the_next_call(sim, weights):
         engine.check()
 
 
+def test_a_bad_value_does_not_keep_a_rank_from_a_call_that_other_processes_make(sim, weights, monkeypatch):
+    engine = sim.engine(SPEC, plan=PLAN)
+    engine.load([weights])
+    monkeypatch.setattr(engine, "_alone", False)  # as if other processes waited for this rank
+    x, ids, route_weights = make_call(SPEC, 7)
+    bad = ids.clone()
+    bad[2, 1] = SPEC.experts
+    engine.forward([sim.call(x, bad, route_weights)])
+    call = sim.call(x, ids, route_weights)
+    with pytest.raises(InputError, match="expert_ids: got a value out of range on rank 0"):
+        engine.forward([call])
+    assert reference.relative_error(call.out, wanted(weights, (x, ids, route_weights))) < BOUND
+    engine.forward([sim.call(x, ids, route_weights)])
+
+
+def test_other_processes_learn_of_a_call_that_fails_before_its_launch(sim, weights, monkeypatch):
+    engine = sim.engine(SPEC, plan=PLAN)
+    engine.load([weights])
+    monkeypatch.setattr(engine, "_alone", False)
+    told = []
+    monkeypatch.setattr(engine._workspace, "raise_abort", lambda *words: told.append(words))
+    monkeypatch.setattr(engine, "_enqueue_one", lambda *_: torch.empty(1, device="no such device"))
+    call = sim.call(*make_call(SPEC, 7))
+    with pytest.raises(
+        EngineError, match=r"got RuntimeError.*The other ranks were told: call reset"
+    ):
+        engine.forward([call])
+    assert told == [(0, 0)]
+    with pytest.raises(ClosedError, match="rank 0 refused a call"):
+        engine.forward([call])
+
+
 def test_two_layers_share_a_workspace_and_nothing_else(sim, weights):
     other_weights = make_weights(SPEC, "fp8_block", seed=1)
     one, two = sim.engine(SPEC, plan=PLAN), sim.engine(SPEC, plan=PLAN)

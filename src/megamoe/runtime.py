@@ -286,23 +286,23 @@ class Runtime:
             engine = self._enter()
         try:
             usual = self._usual
-            if usual is not None and num_tokens is None and usual.has(x, expert_ids, expert_weights, out, bound):
-                if out is None:
-                    out = x.new_empty(x.shape)
-                call = Call(
-                    x=x, scales=None, expert_ids=expert_ids, expert_weights=expert_weights, out=out,
-                    num_tokens=usual.tokens, bound=usual.bound, plain=True,
-                )  # fmt: skip
-            else:
-                try:
+            try:
+                if usual is not None and num_tokens is None and usual.has(x, expert_ids, expert_weights, out, bound):
+                    if out is None:
+                        out = x.new_empty(x.shape)
+                    call = Call(
+                        x=x, scales=None, expert_ids=expert_ids, expert_weights=expert_weights, out=out,
+                        num_tokens=usual.tokens, bound=usual.bound, plain=True,
+                    )  # fmt: skip
+                else:
                     call = check_call(
                         self.spec, self.weight_format or self.loaded_format(), self.max_tokens, engine.devices[0],
                         x, expert_ids, expert_weights, out, num_tokens, bound,
                     )  # fmt: skip
-                except Exception as error:
-                    engine.refuse(stated("call", error))
-                if call.plain and num_tokens is None:
-                    self._usual = Usual.after(usual, call, bound)
+                    if call.plain and num_tokens is None:
+                        self._usual = Usual.after(usual, call, bound)
+            except Exception as error:
+                engine.refuse(stated("call", error))
             if self.label is None:
                 engine.forward((call,))
             else:

@@ -32,7 +32,9 @@ PLANS = {
     "urgent": plan(direct_tokens=0, urgent_tokens=10),
     "mixed-waves": plan(wave_experts=3, direct_tokens=0),
     "mixed-lag": plan(wave_experts=2, lag=1, staging_buffers=2, pulled_rows=2),
-    "mixed-carrying": plan(carried_tokens=16, role_registers=40, math_registers=232, staging_buffers=2, direct_tokens=0),
+    "mixed-carrying": plan(
+        carried_tokens=16, role_registers=40, math_registers=232, staging_buffers=2, direct_tokens=0
+    ),
     # Results that go to other ranks always seem to take too long: both GEMMs alternate.
     "mixed-alternating": plan(link_bytes=1, direct_tokens=0),
     "swap-waves": plan(wide=False, stages=2, wave_experts=1, lag=2, pulled_rows=3, direct_tokens=0),

@@ -125,6 +125,11 @@ def _life(rank: int) -> dict[str, object]:
     layer(given[0], ids, given[2])
     seen["id"] = _raised(layer.check)
     seen["after id"] = torch.equal(layer(*given), want)
+    # Without a check the next call raises it, but the rank makes that call: the others wait for it.
+    layer(given[0], ids, given[2])
+    torch.cuda.synchronize()
+    seen["id next"] = _raised(lambda: layer(*given))
+    seen["after id next"] = all(torch.equal(layer(*given), want) for _ in range(3))
     seen["too many"] = _raised(lambda: layer(*_given(rank, 1, 1024)))  # on all ranks
     layer.reset()
     seen["after too many"] = torch.equal(layer(*given), want)
@@ -147,7 +152,17 @@ def _life(rank: int) -> dict[str, object]:
 def test_a_life(tmp_path):
     zero, one = play_ranks(_life, RANKS, tmp_path)
     for seen in (zero, one):
-        for what in ("equal", "shared", "both", "after reset", "late nan", "after late", "after id", "after too many"):
+        for what in (
+            "equal",
+            "shared",
+            "both",
+            "after reset",
+            "late nan",
+            "after late",
+            "after id",
+            "after id next",
+            "after too many",
+        ):
             assert seen[what] is True, what
         assert seen["graph"] == 0
         assert seen["again"] is True
@@ -165,7 +180,8 @@ def test_a_life(tmp_path):
     assert str(zero["late"]).startswith("DeadlineError: call: got rank 0 waited for the peers' route counts")
     assert str(one["late"]).startswith("PeerError: call: got rank 0 waited in vain for the peers' route counts")
     assert str(zero["id"]).startswith("InputError: expert_ids: got a value out of range on rank 0")
-    assert one["id"] == "nothing"
+    assert str(zero["id next"]).startswith("InputError: expert_ids: got a value out of range on rank 0")
+    assert one["id"] == one["id next"] == "nothing"
 
 
 def _killed(rank: int) -> dict[str, object]:

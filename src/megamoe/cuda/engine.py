@@ -32,7 +32,7 @@ from megamoe.cuda.peers import Arenas, local_arenas, symmetric_arenas
 from megamoe.cuda.plan import THREADS, Plan
 from megamoe.cuda.select import call_plan
 from megamoe.engine import Call, Placement
-from megamoe.errors import ClosedError, EngineError, MegaMoEError
+from megamoe.errors import ClosedError, EngineError, MegaMoEError, stated
 from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights
 
@@ -265,20 +265,35 @@ class CudaEngine:
         self.forward(calls, ranks=ranks)
 
     def forward(self, calls: Sequence[Call], *, stage: bool = True, ranks: Collection[int] | None = None) -> None:
-        """Stage and launch every hosted rank; nothing here waits for the GPU."""
+        """Stage and launch every hosted rank; nothing here waits for the GPU.
+
+        Raises what kernels reported about earlier calls. A bad value of one is raised behind the launch where other
+        processes make this call, too: they know nothing of it and wait for this rank. Whatever else fails here, they
+        are told of it (`refuse`).
+        """
         if self._closed or self._workspace.broken is not None:
             self._usable()
+        bad_value = False
         for report, errors in self._watched:  # the usual case, in a fraction of the time of `raise_reported`
             if report[EXPIRED] or report[ABORTED] or errors[0] or errors[1]:
-                self._raise_reported()
-        with self._workspace.lock:
-            kernels = self._by_bound.get(calls[0].bound) or self._kernels_for(calls[0].bound)
-            if self._weights.watch and self._capturing():
-                self._weights.capture()
-            if len(calls) == 1:
-                self._enqueue_one(calls[0], kernels[0], stage)
-            else:
-                self._enqueue(calls, kernels, stage, self._local if ranks is None else ranks)
+                bad_value = not (self._alone or report[EXPIRED] or report[ABORTED])
+                if not bad_value:
+                    self._raise_reported()
+        try:
+            with self._workspace.lock:
+                kernels = self._by_bound.get(calls[0].bound) or self._kernels_for(calls[0].bound)
+                if self._weights.watch and self._capturing():
+                    self._weights.capture()
+                if len(calls) == 1:
+                    self._enqueue_one(calls[0], kernels[0], stage)
+                else:
+                    self._enqueue(calls, kernels, stage, self._local if ranks is None else ranks)
+        except Exception as error:
+            if self._alone:
+                raise
+            self.refuse(stated("call", error))
+        if bad_value:
+            self._raise_reported()
 
     def _capturing(self) -> bool:
         return any(gpu.capturing() for gpu in self._gpus.values())

@@ -141,7 +141,9 @@ class Plan:
         if not (self.wide or self.swap):
             raise EngineError("plan", "neither wide nor swap", "at least one kind of tile", "Set wide or swap.")
         if self.carried_tokens not in (0, CARRIED_TOKENS) or (self.carried_tokens and not (self.wide and self.swap)):
-            raise EngineError("plan.carried_tokens", self.carried_tokens, f"0, or {CARRIED_TOKENS} with wide and swap", "Use 0.")
+            raise EngineError(
+                "plan.carried_tokens", self.carried_tokens, f"0, or {CARRIED_TOKENS} with wide and swap", "Use 0."
+            )
         if sizes.hidden % BLOCK or sizes.intermediate % BLOCK:
             raise EngineError(
                 "plan",

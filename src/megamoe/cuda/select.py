@@ -14,9 +14,9 @@ MAX_SWAP_TOKENS_PER_EXPERT = 48
 """Up to this many tokens an expert (mean of a full call) the time is the read of the weights: swapped tiles."""
 
 CARRYING_TOKENS_PER_EXPERT = ((112, 144), (240, 288))
-"""Tokens an expert (mean of a full call) at which wide tiles carry a few more: many experts then have a little more than
-one or two full tiles, and a small one more would read all weights again. Beside more tiles, that weighs less than the
-time that carrying takes."""
+"""Tokens an expert (mean of a full call) at which wide tiles carry a few more: many experts then have a little more
+than one or two full tiles, and a small one more would read all weights again. Beside more tiles, that weighs less than
+the time that carrying takes."""
 
 CARRYING_TOPK = 8
 """Largest top-k of plans that carry: their role warps have 40 registers, and the slots of a token want some, as
@@ -50,8 +50,14 @@ def select_plan(sizes: Sizes, bound: int) -> Plan:
         return _fit(
             Plan(wide=False, passes=passes), sizes, stages=(3, 2), staging_buffers=(2, 1), pulled_rows=(4, 3, 2, 1)
         )
-    if any(low <= routes <= high for low, high in CARRYING_TOKENS_PER_EXPERT) and sizes.topk <= CARRYING_TOPK and not passes:
-        carrying = Plan(stages=3, staging_buffers=2, carried_tokens=CARRIED_TOKENS, role_registers=40, math_registers=232)
+    if (
+        any(low <= routes <= high for low, high in CARRYING_TOKENS_PER_EXPERT)
+        and sizes.topk <= CARRYING_TOPK
+        and not passes
+    ):
+        carrying = Plan(
+            stages=3, staging_buffers=2, carried_tokens=CARRIED_TOKENS, role_registers=40, math_registers=232
+        )
         carrying = _fit(carrying, sizes, pulled_rows=(4, 3, 2, 1))
         if carrying.shared(sizes).total <= SHARED_LIMIT:
             return carrying

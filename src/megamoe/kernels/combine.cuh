@@ -9,13 +9,13 @@
 namespace megamoe {
 
 // All ranks have stored their results. One lane of a warp watches them all.
-MEGAMOE_DEVICE bool wait_for_ranks(const Params& p, u32 epoch) {
+MEGAMOE_DEVICE bool wait_for_ranks(const Params& p, u32 epoch, const Patience& patience) {
   bool ok = true;
 #pragma unroll 1
   for (u32 r = 0; r < kRanks; ++r) {
     const u32* word = arena::done(p, p.rank) + r;
-    ok &= spin_until(
-        p, Phase::kPeers, r, epoch, [&] { return ptx::ld_acquire_sys(word); }, [&](u32 seen) { return seen == epoch; });
+    ok &= patience.spin(
+        Phase::kPeers, r, epoch, [&] { return ptx::ld_acquire_sys(word); }, [&](u32 seen) { return seen == epoch; });
   }
   return ok;
 }
@@ -121,7 +121,7 @@ class Combine {
         ptx::nanosleep(200);
         continue;
       }
-      failed_ = !wait();
+      failed_ = !wait(patience);
       done_ = true;
     }
   }
@@ -173,10 +173,10 @@ class Combine {
   }
 
   // All ranks are done, and this call has not failed.
-  MEGAMOE_DEVICE bool wait() {
+  MEGAMOE_DEVICE bool wait(const Patience& patience) {
     bool ok = true;
     if (ptx::lane_index() == 0) {
-      ok = wait_for_ranks(p_, epoch_) && !aborted(p_);
+      ok = wait_for_ranks(p_, epoch_, patience) && !aborted(p_);
       if (!ok) report_aborted(p_);
     }
     ok = ptx::all(ok);

@@ -163,9 +163,11 @@ class Dispatch {
     const u32 source = ptx::shfl(row.source, d), token = ptx::shfl(row.token, d);
     if (d >= kInFlight || token == kNoRow) return {kNoRow, 0};
     const u32 to = targets_of(p_, source, token)[lane_ % kTopk];
-    if (to == kNoRow) return {kNoRow, 0};
-    if (kPasses && (to < pass_begin(base_, pass_) || to >= pass_begin(base_, pass_ + 1))) return {kNoRow, 0};
-    return {to - pass_begin(base_, pass_), pool_tile(p_, base_, workspace::routes(p_)[to].z, to)};
+    // No row, one of another pass, or, in a call that has failed, an entry of an older one: the tables have more rows than
+    // the pools.
+    const u32 begin = pass_begin(base_, pass_), end = kPasses ? pass_begin(base_, pass_ + 1) : p_.pool_rows;
+    if (to < begin || to >= end) return {kNoRow, 0};
+    return {to - begin, pool_tile(p_, base_, workspace::routes(p_)[to].z, to)};
   }
 
   // By the whole warp, [row][block] at the source to [block][row] in the pool.

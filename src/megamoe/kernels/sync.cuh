@@ -60,13 +60,11 @@ constexpr u32 kLooks = 8;
 // then goes on only as far as other roles need it to end, and counts nothing as done: so a rank that sees all ranks' done
 // words has right results, and all others fill their output with NaN. Every address formed from stale data is valid.
 template <class Load, class Reached>
-MEGAMOE_DEVICE bool spin_until(const Params& p, Phase phase, u32 index, u32 awaited, Load&& load, Reached&& reached) {
-  auto seen = load();
-  if (reached(seen)) return true;
-  const u64 deadline = ptx::deadline_after(p.timeout_ns);
+MEGAMOE_DEVICE bool spin_before(u64 deadline, const Params& p, Phase phase, u32 index, u32 awaited, Load&& load,
+                                Reached&& reached) {
 #pragma unroll 1
   for (u32 looks = 1;; ++looks) {
-    seen = load();
+    auto seen = load();
     if (reached(seen)) return true;
     if (looks % kLooks != 0) continue;  // the abort word and the clock take as long as the look itself
     if (aborted(p)) return false;
@@ -78,12 +76,21 @@ MEGAMOE_DEVICE bool spin_until(const Params& p, Phase phase, u32 index, u32 awai
     ptx::nanosleep(20);
   }
 }
+template <class Load, class Reached>
+MEGAMOE_DEVICE bool spin_until(const Params& p, Phase phase, u32 index, u32 awaited, Load&& load, Reached&& reached) {
+  if (reached(load())) return true;
+  return spin_before(ptx::deadline_after(p.timeout_ns), p, phase, index, awaited, load, reached);
+}
 
-// The same end for a loop that has other things to do while it waits.
+// The same end for a loop that has other things to do while it waits; then it waits for what is left of the time.
 class Patience {
  public:
   MEGAMOE_DEVICE explicit Patience(const Params& p) : p_(p), deadline_(ptx::deadline_after(p.timeout_ns)) {}
   MEGAMOE_DEVICE bool is_over() const { return aborted(p_) || ptx::deadline_passed(deadline_); }
+  template <class Load, class Reached>
+  MEGAMOE_DEVICE bool spin(Phase phase, u32 index, u32 awaited, Load&& load, Reached&& reached) const {
+    return spin_before(deadline_, p_, phase, index, awaited, load, reached);
+  }
 
  private:
   const Params& p_;
