@@ -92,7 +92,7 @@ class Combine {
  public:
   MEGAMOE_DEVICE Combine(const Params& p, u32 epoch, u32 tokens, u32 first, u32 step)
       : p_(p), epoch_(epoch), next_(first), step_(step), ahead_(0), kept_(0), early_(0), keeps_(0), earlies_(0),
-        done_(false), failed_(false), more_(kEarlyCombine) {
+        done_(false), failed_(false), more_(kEarlyCombine), begins_early_(kEarlyCombine && !is_lean(tokens)) {
     constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;
     const u32 wanted = step * kPiecesOfWarp, sharing = tokens == 0 || tokens >= wanted ? 1 : wanted / tokens;
     spans_ = (kSpans + sharing - 1) / sharing;
@@ -117,7 +117,8 @@ class Combine {
       if (combining) trace(Event::kCombined);
       combining = false;
       if (done_) break;
-      if ((more_ || keeps_ > 0) && !ranks_are_done() && !ptx::any(ptx::lane_index() == 0 && patience.is_over())) {
+      if (begins_early_ && (more_ || keeps_ > 0) && !ranks_are_done() &&
+          !ptx::any(ptx::lane_index() == 0 && patience.is_over())) {
         ptx::nanosleep(200);
         continue;
       }
@@ -140,7 +141,7 @@ class Combine {
     }
     if (failed_ && earlies_ > 0) return ptx::shfl(early_, --earlies_);
     if (!done_ && earlies_ == kMostEarly) return kNone;
-    while (more_ && (done_ || keeps_ < kKept)) {
+    while (more_ && (done_ || (begins_early_ && keeps_ < kKept))) {
       const u32 i = take();
       more_ = i < all_;
       if (!more_) break;
@@ -202,7 +203,8 @@ class Combine {
   u32 epoch_, next_, step_, spans_, pieces_, all_;
   u32 ahead_, kept_, early_, keeps_, earlies_;
   bool done_, failed_;
-  bool more_;  // pieces that nobody has taken
+  bool more_;          // pieces that nobody has taken
+  bool begins_early_;  // not in a lean call: only `done` orders its ids before a look at them here
 };
 
 }  // namespace megamoe

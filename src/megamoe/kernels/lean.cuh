@@ -9,11 +9,6 @@
 
 namespace megamoe {
 
-constexpr bool kLean = kRanks == 1 && !kWide;
-
-// A thread for each route.
-MEGAMOE_DEVICE bool is_lean(u32 tokens) { return kLean && tokens * kTopk <= kThreads && pulls_directly(tokens); }
-
 // Layout of the pool. `ids`: kThreads words for the route's expert, kNoRow where there is none; then as many for its place
 // among the routes of its expert.
 MEGAMOE_DEVICE void lay_out_lean(const Params& p, Smem base, Smem ids, u32 tokens) {

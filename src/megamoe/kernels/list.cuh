@@ -180,9 +180,6 @@ MEGAMOE_DEVICE void bring_urgent(const Params& p, Smem base, u32 warp, u32 warps
   }
 }
 
-// Whether this call lists and pulls at once: a question of how long all rows take before the first tile can start.
-MEGAMOE_DEVICE bool pulls_directly(u32 all) { return all <= config::kDirectTokens; }
-
 // Steps 4 and, of a call with few tokens, the whole dispatch.
 MEGAMOE_DEVICE void list_all(const Params& p, Smem base, Smem places, Smem sources, u32 epoch) {
   const u32 all = all_tokens(base, sources);

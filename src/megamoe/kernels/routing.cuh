@@ -46,6 +46,14 @@ MEGAMOE_DEVICE u32* targets_of(const Params& p, u32 source, u32 token) {
   return workspace::targets(p) + (static_cast<u64>(source) * p.capacity + token) * kTopk;
 }
 
+// Whether this call lists and pulls at once: a question of how long all rows take before the first tile can start.
+MEGAMOE_DEVICE bool pulls_directly(u32 all) { return all <= config::kDirectTokens; }
+
+// Whether every CTA derives the layout from the ids (lean.cuh): a thread for each route. Plans that carry tokens are not
+// for such calls, and have no registers for them.
+constexpr bool kLean = kRanks == 1 && kCarried == 0;
+MEGAMOE_DEVICE bool is_lean(u32 tokens) { return kLean && tokens * kTopk <= kThreads && pulls_directly(tokens); }
+
 MEGAMOE_DEVICE bool is_route(int id) { return static_cast<u32>(id) < kExperts; }
 
 // Tokens of this call; a count over the bound is an error and counts as the bound.

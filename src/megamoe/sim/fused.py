@@ -105,6 +105,7 @@ CASES: Final = {
     "alone-urgent": FusedCase(Plan(wide=False, stages=2, direct_tokens=0), ((21,), (3,)), spec=_SMALL),
     "alone": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), spec=_SMALL),
     "alone-raw": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), raw=torch.int64, spec=_SMALL),
+    "alone-wide": FusedCase(Plan(stages=2), ((21,), (3,)), raw=torch.int64, spec=replace(_SMALL, intermediate=256)),
     # More routes than threads: the other way through the routing.
     "alone-many": FusedCase(Plan(wide=False, stages=2), ((200,), (2,)), raw=torch.int32, spec=_SMALL),
     # Some 50 tokens an expert: half tiles, of which two follow one another in a CTA, between swapped ones.
