@@ -65,6 +65,9 @@ TRACE_ROLES: Final = 6
 TRACE_EVENTS: Final = 1024
 """Rows and columns of a CTA's time stamps (trace.cuh)."""
 
+MAX_CTAS: Final = 256
+"""CTAs of a kernel that may cut tiles between them."""
+
 BANKS: Final = 2
 """Sets of counters: a call uses one and clears the other for the next."""
 
@@ -231,6 +234,21 @@ WORKSPACE: Final = (
         lambda s: s.table_rows * s.intermediate if s.keep_intermediate else 0,
         "intermediate before requantisation [row][I]; only with a plan that keeps it",
     ),
+    Field(
+        "partial_sums",
+        "float",
+        4,
+        lambda s: 2 * MAX_CTAS * 2048 if s.ranks == 1 else 0,
+        "[first, second GEMM][CTA][math thread][8] of a tile whose rest is the next CTA's",
+    ),
+    Field(
+        "handed",
+        "u32",
+        4,
+        lambda s: 2 * MAX_CTAS * 8 if s.ranks == 1 else 0,
+        "[first, second GEMM][CTA][math warp] epoch of its last partial sums",
+        state=True,
+    ),
     Field("trace", "u64", 8, lambda s: s.trace_words, "[CTA][role][event] time stamps; only with a tracing plan"),
 )
 """Local fields, in order."""
@@ -361,6 +379,7 @@ def device_header() -> str:
         "using ptx::u32;\nusing ptx::u64;\nusing ptx::u8;\n\n",
         f"constexpr int kMaxRanks = {MAX_RANKS};\n",
         f"constexpr u32 kBanks = {BANKS};\n",
+        f"constexpr u32 kMaxCtas = {MAX_CTAS};\n",
         f"constexpr u32 kRowAlignment = {ROW_ALIGNMENT};\n",
         f"constexpr u32 kTraceEvents = {TRACE_EVENTS};\n\n",
         "struct Params {\n" + "\n".join(lines) + "\n};\n\n",

@@ -21,6 +21,7 @@ _PHASES: Final = {
     7: "the first GEMMs of the pass before",
     8: "the results of the pass before",
     9: "room in its pools; the bound must be equal on all ranks",
+    10: "the sums of another CTA",
 }
 """`Phase` of kernels/sync.cuh, in words."""
 

@@ -10,6 +10,7 @@ using ptx::u8;
 
 constexpr int kMaxRanks = 8;
 constexpr u32 kBanks = 2;
+constexpr u32 kMaxCtas = 256;
 constexpr u32 kRowAlignment = 8;
 constexpr u32 kTraceEvents = 1024;
 
@@ -17,7 +18,7 @@ struct Params {
   u8* arena[kMaxRanks];  // every rank's arena, own included
   u64 arena_at[10];  // byte offset of each field
   u8* workspace;
-  u64 workspace_at[15];
+  u64 workspace_at[17];
   const u8* w13;  // tiles of 128 gate/up rows (alternating by 8) x 128, swizzled; unused for rows
   const float* w13_scales;  // [expert][256 rows][k-block] gate, up, gate, up
   const u8* w2;  // tiles of 128 rows x 128, swizzled; unused for rows
@@ -168,9 +169,19 @@ MEGAMOE_DEVICE float* h_float(const Params& p) {
   return reinterpret_cast<float*>(p.workspace + p.workspace_at[13]);
 }
 
+// [first, second GEMM][CTA][math thread][8] of a tile whose rest is the next CTA's
+MEGAMOE_DEVICE float* partial_sums(const Params& p) {
+  return reinterpret_cast<float*>(p.workspace + p.workspace_at[14]);
+}
+
+// [first, second GEMM][CTA][math warp] epoch of its last partial sums
+MEGAMOE_DEVICE u32* handed(const Params& p) {
+  return reinterpret_cast<u32*>(p.workspace + p.workspace_at[15]);
+}
+
 // [CTA][role][event] time stamps; only with a tracing plan
 MEGAMOE_DEVICE u64* trace(const Params& p) {
-  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[14]);
+  return reinterpret_cast<u64*>(p.workspace + p.workspace_at[16]);
 }
 
 }  // namespace workspace

@@ -4,7 +4,7 @@
 // four weight scales of the k-block. Tokens come through tensor maps, weights as contiguous, already swizzled blocks or,
 // where they are row-major, through tensor maps too.
 #pragma once
-#include "routing.cuh"
+#include "stretch.cuh"
 #include "trace.cuh"
 
 namespace megamoe {
@@ -12,6 +12,8 @@ namespace megamoe {
 // Tensor maps of the two pools: boxes of 128 >> i rows x 128, so that any multiple of 8 rows takes few copies. Then of
 // row-major weights, boxes of 128 rows x 128; unused where they are tiles.
 constexpr u32 kBoxes = 5;
+constexpr u32 kLargestBoxZeros = 24;  // before the first digit of 128 as a 32-bit number
+static_assert(kTileRows == 0x80000000u >> kLargestBoxZeros, "the largest box");
 struct Maps {
   CUtensorMap x[kBoxes], h[kBoxes];
   CUtensorMap w13, w2;
@@ -28,16 +30,18 @@ class Feed {
     Schedule schedule(base_);
     TileQueue queue(base_, 1);
     Tile tile{};
-    set_fact(base_, kNextItem, blockIdx.x);
-    while (schedule.find(fact(base_, kNextItem), tile)) {
+    set_fact(base_, kNextItem, first_item(base_));
+    Stretch stretch(base_, fact(base_, kStretched) != 0);
+    while (stretch.is_cut() ? stretch.take(tile) : schedule.find(fact(base_, kNextItem), tile)) {
       queue.post(tile, false);
       const Copy copy(*this, tile);
+      const u32 begin = first_block(tile), end = kStretches ? tile.end_block : copy.blocks;
       wait_for_tokens(tile);
       trace_(Event::kWait);
       // Not asked for before the wait: a CTA that waits takes no tile that another one could begin.
       const u32 taken = ptx::atom_inc_relaxed_gpu(barrier_word(p_, ptx::fresh(epoch()), kTaken));
 #pragma unroll 1
-      for (u32 k = 0; k < copy.blocks; ++k) {
+      for (u32 k = begin; k < end; ++k) {
         ptx::mbarrier_wait(base_ + (FusedTile::kEmpty + ring_.stage * 8), ring_.parity);
         copy.load(k, ring_.stage);
         ring_.advance();
@@ -56,15 +60,17 @@ class Feed {
     const Maps& maps;
     const Params& p;
     Smem base;
-    bool second, both;
+    bool second;
     u32 blocks, row, token_rows;
     u32 half;          // weight tiles before this one's first; weight rows where they are row-major
     u32 weight_scale;  // floats before this tile's
+    bool last;         // the second GEMM's last tile, which may have 128 weight rows only
+    static constexpr bool kWholeTiles = kHidden % kWeightRows == 0;
 
     MEGAMOE_DEVICE Copy(const Feed& feed, const Tile& tile)
         : maps(feed.maps_), p(feed.p_), base(feed.base_), second(tile.second), row(pooled_row(tile)) {
       blocks = second ? kBlocks2 : kBlocks1;
-      both = tile.column * kWeightRows + 128 < (second ? kHidden : 2 * kIntermediate);
+      last = !kWholeTiles && second && tile.column == kTiles2 - 1;
       // Never a row of another expert: it may be in the making.
       token_rows = (tile.rows + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
       half = (tile.expert * (second ? kHidden / 128 : 2 * kIntermediate / 128) + tile.column * 2) *
@@ -77,7 +83,7 @@ class Feed {
     // K-block k into an empty stage. The loader's arrival announces all bytes, and through it the math warps, too, see what
     // this lane waited for.
     MEGAMOE_DEVICE void load(u32 k, u32 stage) const {
-      ptx::mbarrier_arrive_expect_tx(full(stage), token_rows * (kBlockDepth + 4) + (both ? 2 : 1) * kWeightTileBytes +
+      ptx::mbarrier_arrive_expect_tx(full(stage), token_rows * (kBlockDepth + 4) + (last ? 1 : 2) * kWeightTileBytes +
                                                       FusedTile::kTileScaleBytes);
       weights(k, stage);
       tokens(k, stage);
@@ -88,11 +94,11 @@ class Feed {
       if constexpr (kRowMajorWeights) {
         const CUtensorMap* map = second ? &maps.w2 : &maps.w13;
         ptx::tma_load_2d(to, map, full(stage), k * kBlockDepth, half);
-        if (both) ptx::tma_load_2d(to + kWeightTileBytes, map, full(stage), k * kBlockDepth, half + 128);
+        if (!last) ptx::tma_load_2d(to + kWeightTileBytes, map, full(stage), k * kBlockDepth, half + 128);
       } else {
         const u8* from = (second ? p.w2 : p.w13) + static_cast<u64>(half + k) * kWeightTileBytes;
         ptx::bulk_load(to, from, kWeightTileBytes, full(stage));
-        if (both) ptx::bulk_load(to + kWeightTileBytes, from + blocks * kWeightTileBytes, kWeightTileBytes, full(stage));
+        if (!last) ptx::bulk_load(to + kWeightTileBytes, from + blocks * kWeightTileBytes, kWeightTileBytes, full(stage));
       }
       ptx::bulk_load(base + (FusedTile::kTileScales + stage * FusedTile::kTileScaleBytes),
                      (second ? p.w2_scales : p.w13_scales) + weight_scale + k * 4, FusedTile::kTileScaleBytes,
@@ -101,13 +107,14 @@ class Feed {
 
     MEGAMOE_DEVICE void tokens(u32 k, u32 stage) const {
       const Smem to = base + stage * FusedTile::kStageBytes;
-      const CUtensorMap* map = second ? maps.h : maps.x;
+      const CUtensorMap* boxes = second ? maps.h : maps.x;
+      u32 r = 0;
 #pragma unroll 1
-      for (u32 box = kTileRows, r = 0; r < token_rows; box /= 2, ++map) {  // the binary digits of token_rows
-        if ((token_rows & box) == 0) continue;
-        ptx::tma_load_2d(to + r * kBlockDepth, map, full(stage), k * kBlockDepth, row + r);
-        r += box;
-      }
+      do {  // the binary digits of token_rows
+        const u32 smaller = static_cast<u32>(__clz(static_cast<int>(token_rows - r))) - kLargestBoxZeros;
+        ptx::tma_load_2d(to + r * kBlockDepth, boxes + smaller, full(stage), k * kBlockDepth, row + r);
+        r += kTileRows >> smaller;
+      } while (r < token_rows);
       const float* scales = second ? workspace::h_pool_scales(p) : workspace::x_pool_scales(p);
       // 32-bit arithmetic (Plan.check proves that it suffices): from a 64-bit index ptxas 13.0.88 made an address without
       // its upper half in layers of two k-blocks.

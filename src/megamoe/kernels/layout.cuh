@@ -50,6 +50,9 @@ constexpr bool kEarlyCombine = kWide;
 constexpr bool kPasses = config::kPasses;
 constexpr u32 kMaxPasses = config::kMaxPasses;
 
+// Stretches: calls of a few tokens of a rank that is a group by itself may be cut between k-blocks (stretch.cuh).
+constexpr bool kStretches = kRanks == 1 && !kWide && !kPasses;
+
 // Warps. Warpgroup 0 has one role a warp; 1 and 2 are math.
 enum Warp : u32 { kLoaderWarp = 0, kStoreWarp0 = 1, kStoreWarp1 = 2, kDispatchWarp = 3 };
 constexpr u32 kWarps = kThreads / 32;
@@ -125,6 +128,7 @@ enum Fact : u32 {
   kEpoch, kTokens, kTotalRoutes, kFailed, kDirect,
   kUrgentRows, kUrgentTokens,  // pool rows of the experts of first tiles, this CTA's tokens that go there (list.cuh)
   kWave, kLag,  // the order of tiles (schedule.cuh)
+  kMostRows, kStretched,  // of an expert, in a lean call; whether it is cut into stretches (stretch.cuh)
   kPassCount, kPassTiles,
   kNextItem, kStepBegin, kStep, kPass, kFirstExpert, kSecondExpert,  // the loader's own (schedule.cuh)
   kFactCount

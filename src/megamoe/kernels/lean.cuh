@@ -6,6 +6,7 @@
 // some of the slots.
 #pragma once
 #include "list.cuh"
+#include "stretch.cuh"
 
 namespace megamoe {
 
@@ -42,10 +43,10 @@ MEGAMOE_DEVICE void lay_out_lean(const Params& p, Smem base, Smem ids, u32 token
   }
   ptx::st_shared_u32(ids + (kThreads + route) * 4, place);
   __syncthreads();
-  if (blockIdx.x == 0) {
-    for (u32 e = threadIdx.x; e < kLocalExperts; e += kThreads) {
-      p.received[e] += ptx::ld_shared_u32(base + (kCountTable + e * 4));
-    }
+  for (u32 e = threadIdx.x; e < kLocalExperts; e += kThreads) {
+    const u32 rows = ptx::ld_shared_u32(base + (kCountTable + e * 4));
+    if (blockIdx.x == 0) p.received[e] += rows;
+    if constexpr (kStretches) ptx::red_max_shared(base + (kFacts + kMostRows * 4), rows);
   }
   place_experts(p, base, base);
 }
@@ -82,6 +83,7 @@ MEGAMOE_DEVICE void route_lean(const Params& p, Smem base, Smem ids, u32 epoch, 
   __syncthreads();
   if (threadIdx.x == 0) {
     set_fact(base, kDirect, 1u);
+    set_fact(base, kStretched, has_stretches(base));
     ptx::red_add_release_gpu(barrier_word(p, epoch, kListed), 1u);
   }
 }

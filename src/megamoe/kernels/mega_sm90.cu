@@ -63,6 +63,29 @@ MEGAMOE_DEVICE void init_fused_barriers(Smem base) {
   ptx::fence_mbarrier_init();
 }
 
+// A tile of a call that is cut into stretches, or a part of one.
+MEGAMOE_DEVICE void stretch_tile(const Params& p, const Tile& tile, Smem base, u32 warpgroup, u32 lane,
+                                 Ring<FusedTile>& ring, Epilogue& epilogue, Trace& trace) {
+  SwapTile<kStretchTokens> t;
+  const Handover handover(p, base, tile);
+  const int blocks = tile.end_block - tile.first_block;
+  if (tile.first_block == 0) {
+    t.accumulate(base, warpgroup, lane, blocks, ring);
+  } else {
+    handover.take(t);
+    t.accumulate_more(base, warpgroup, lane, blocks, ring);
+  }
+  trace(tile.second ? Event::kSecond : Event::kFirst);
+  if (is_first_part(tile)) {
+    handover.give(t);
+  } else if (tile.second) {
+    epilogue.swap_second(t);
+  } else {
+    epilogue.swap_first(tile, t);
+  }
+  trace(Event::kEpilogue);
+}
+
 template <int Tokens>
 MEGAMOE_DEVICE void swap_tile(const Tile& tile, Smem base, u32 warpgroup, u32 lane, Ring<FusedTile>& ring,
                               Epilogue& epilogue, Trace& trace) {
@@ -135,7 +158,9 @@ MEGAMOE_DEVICE void math_role(const Params& p, Smem base, u32 warpgroup, Trace& 
       }
     }
     if constexpr (kSwap) {
-      if (tile.rows <= 8) {
+      if (kStretches && tile.rows <= kStretchTokens && fact(base, kStretched) != 0) {
+        if constexpr (kStretches) stretch_tile(p, tile, base, warpgroup, lane, ring, epilogue, trace);
+      } else if (tile.rows <= 8) {
         swap_tile<8>(tile, base, warpgroup, lane, ring, epilogue, trace);
       } else if (tile.rows <= 16) {
         swap_tile<16>(tile, base, warpgroup, lane, ring, epilogue, trace);
@@ -165,6 +190,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     set_fact(base, kEpoch, ptx::ld_relaxed_gpu(workspace::epoch(p)) + 1);
     set_fact(base, kTokens, call_tokens(p));
     set_fact(base, kFailed, 0u);
+    set_fact(base, kMostRows, 0u);
+    set_fact(base, kStretched, 0u);
   }
   __syncthreads();
   {  // Routing. Histogram and places lie where the stages will be.

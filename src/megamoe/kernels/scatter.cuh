@@ -26,6 +26,7 @@ class Scatter {
     TileQueue queue(base_, 0);
     Tile tile;
     for (; queue.look(tile); queue.done()) {
+      if (is_first_part(tile)) continue;
       if (tile.second) {
         copy_results(tile);
         if (carries(tile)) copy_results(carried_part(tile));

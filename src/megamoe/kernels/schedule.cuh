@@ -22,7 +22,14 @@ struct Tile {
   u32 index;    // token tile, counted over all experts
   u32 pass;     // whose pools they are
   u32 pooled;   // first row of the pools
+  u32 first_block, end_block;  // k-blocks [first_block, end_block) of it, where plans have stretches
 };
+MEGAMOE_DEVICE u32 all_blocks(const Tile& tile) { return tile.second ? kBlocks2 : kBlocks1; }
+MEGAMOE_DEVICE u32 first_block(const Tile& tile) { return kStretches ? tile.first_block : 0; }
+MEGAMOE_DEVICE u32 end_block(const Tile& tile) { return kStretches ? tile.end_block : all_blocks(tile); }
+// The rest of the tile is another CTA's.
+MEGAMOE_DEVICE bool is_first_part(const Tile& tile) { return kStretches && tile.end_block < all_blocks(tile); }
+
 // First row of a tile in the pools; without passes the same as in the tables.
 MEGAMOE_DEVICE u32 pooled_row(const Tile& tile) { return kPasses ? tile.pooled : tile.row; }
 
@@ -30,7 +37,35 @@ MEGAMOE_DEVICE bool carries(const Tile& tile) { return kCarried > 0 && tile.rows
 // The carried tokens of a wide tile, as a swapped one.
 MEGAMOE_DEVICE Tile carried_part(const Tile& tile) {
   return {tile.second,           false,      tile.expert, tile.column,            tile.row + kTileRows,
-          tile.rows - kTileRows, tile.index, tile.pass,   tile.pooled + kTileRows};
+          tile.rows - kTileRows, tile.index, tile.pass,   tile.pooled + kTileRows, 0, 0};
+}
+
+// The local expert of a token tile, `from` or a later one.
+MEGAMOE_DEVICE u32 expert_of_tile(Smem base, u32 from, u32 token_tile) {
+  if (tiles_before(base, from + 1) > token_tile) return from;  // mostly
+  u32 low = from + 1, high = kLocalExperts;
+  while (high - low > 1) {
+    const u32 middle = (low + high) / 2;
+    if (tiles_before(base, middle) <= token_tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// A CTA's first tile. With fewer first GEMMs than CTAs, those that have one are spread over all: neighbouring CTAs share a way
+// to memory.
+MEGAMOE_DEVICE u32 first_item(Smem base) {
+  if constexpr (!kWide) {
+    const u32 firsts = fact(base, kTotalTiles) * kTiles1;
+    if (firsts < gridDim.x) {
+      const u32 before = blockIdx.x * firsts / gridDim.x, has_one = (blockIdx.x + 1) * firsts / gridDim.x - before;
+      return has_one != 0 ? before : firsts + (blockIdx.x - before);
+    }
+  }
+  return blockIdx.x;
 }
 
 // Whether the plan leaves the order of tiles to the call. Calls with swapped tiles only are too short for it to matter.
@@ -88,8 +123,7 @@ class Schedule {
     const u32 begin = (tile.second ? step - lag : step) * wave, columns = tile.second ? kTiles2 : kTiles1;
     const u32 before_wave = in_pass_before(begin, pass), token_tile = before_wave + index / columns;
     const Fact cursor = tile.second ? kSecondExpert : kFirstExpert;
-    u32 expert = fact(base_, cursor);
-    while (tiles_before(base_, expert + 1) <= token_tile) ++expert;
+    const u32 expert = expert_of_tile(base_, fact(base_, cursor), token_tile);
     set_fact(base_, cursor, expert);
     const u32 expert_first = in_pass_before(expert, pass);
     index -= (expert_first - before_wave) * columns;  // among the expert's tiles of this pass, column by column
@@ -107,6 +141,8 @@ class Schedule {
       tile.pass = pass;
       tile.pooled = tile.row - pass_begin(base_, pass);
     }
+    tile.first_block = 0;
+    tile.end_block = all_blocks(tile);
     return true;
   }
 
@@ -153,7 +189,8 @@ class TileQueue {
     const u32 flags = (tile.second ? kSecondFlag : 0) | (tile.wide ? kWideFlag : 0) | (end ? kEndFlag : 0);
     const Smem at = base_ + (FusedTile::kQueue + slot() * kQueueSlotBytes);
     ptx::st_shared_v4(at, make_uint4(flags, tile.expert, tile.column, tile.row));
-    ptx::st_shared_v4(at + 16, make_uint4(tile.rows, tile.index, kPasses ? tile.pass : 0, kPasses ? tile.pooled : 0));
+    ptx::st_shared_v4(at + 16, make_uint4(tile.rows, tile.index, kPasses ? tile.pass : first_block(tile),
+                                          kPasses ? tile.pooled : end_block(tile)));
     ptx::mbarrier_arrive(base_ + (FusedTile::kQueueFull + slot() * 8));
     ++count_;
   }
@@ -166,7 +203,7 @@ class TileQueue {
   MEGAMOE_DEVICE bool read(Tile& tile) const {
     const Smem at = base_ + (FusedTile::kQueue + slot() * kQueueSlotBytes);
     const uint4 a = ptx::ld_shared_v4(at), b = ptx::ld_shared_v4(at + 16);
-    tile = {(a.x & kSecondFlag) != 0, (a.x & kWideFlag) != 0, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    tile = {(a.x & kSecondFlag) != 0, (a.x & kWideFlag) != 0, a.y, a.z, a.w, b.x, b.y, b.z, b.w, b.z, b.w};
     return (a.x & kEndFlag) == 0;
   }
   MEGAMOE_DEVICE void done() {

@@ -17,17 +17,18 @@ struct SwapTile {
   // Consumes `blocks` stages of `ring`.
   MEGAMOE_DEVICE void accumulate(Smem base, u32 warpgroup, u32 lane, int blocks, Ring<FusedTile>& ring) {
     float partials[2][kRegisters];
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-#pragma unroll
-      for (int i = 0; i < kRegisters; ++i) {
-        partials[b][i] = 0.0f;
-        finals[b][i] = 0.0f;
-      }
-    }
+    clear(partials);
+    clear(finals);
     block<true>(partials, base, warpgroup, lane, ring);
 #pragma unroll 1
     for (int k = 1; k < blocks; ++k) block<false>(partials, base, warpgroup, lane, ring);
+  }
+  // The same on top of what the finals are.
+  MEGAMOE_DEVICE void accumulate_more(Smem base, u32 warpgroup, u32 lane, int blocks, Ring<FusedTile>& ring) {
+    float partials[2][kRegisters];
+    clear(partials);
+#pragma unroll 1
+    for (int k = 0; k < blocks; ++k) block<false>(partials, base, warpgroup, lane, ring);
   }
 
   // The products of one k-block, of the stage's tokens from kFirstToken on, added to the finals; one after the other through
@@ -46,6 +47,14 @@ struct SwapTile {
   }
 
  private:
+  MEGAMOE_DEVICE static void clear(float (&values)[2][kRegisters]) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+#pragma unroll
+      for (int i = 0; i < kRegisters; ++i) values[b][i] = 0.0f;
+    }
+  }
+
   template <bool First>
   MEGAMOE_DEVICE void block(float (&partials)[2][kRegisters], Smem base, u32 warpgroup, u32 lane, Ring<FusedTile>& ring) {
     const u32 stage = ring.stage;

@@ -9,7 +9,7 @@
 namespace megamoe {
 
 // What a wait is for; part of the record of an expired one.
-enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers, kFirsts, kResults, kRoom };
+enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers, kFirsts, kResults, kRoom, kHandover };
 
 // Counters of one bank. From kExpertStored on one for each local expert.
 enum Barrier : u32 {

@@ -106,6 +106,8 @@ CASES: Final = {
     "alone": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), spec=_SMALL),
     "alone-raw": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), raw=torch.int64, spec=_SMALL),
     "alone-wide": FusedCase(Plan(stages=2), ((21,), (3,)), raw=torch.int64, spec=replace(_SMALL, intermediate=256)),
+    # Few tokens an expert and more tiles than CTAs: tiles are cut between CTAs. In the second call there are fewer tiles.
+    "alone-stretches": FusedCase(Plan(wide=False, stages=2), ((3,), (1,), (4,)), grid=6, raw=torch.int32),
     # More routes than threads: the other way through the routing.
     "alone-many": FusedCase(Plan(wide=False, stages=2), ((200,), (2,)), raw=torch.int32, spec=_SMALL),
     # Some 50 tokens an expert: half tiles, of which two follow one another in a CTA, between swapped ones.

@@ -26,7 +26,8 @@ MEGAMOE_DEVICE void name(Smem s, const char* text, int index = -1) { sim::name(s
 MEGAMOE_DEVICE void name(const void* p, const char* text, int index = -1) { sim::name(p, text, index); }
 MEGAMOE_DEVICE void role(const char* text) { sim::role(text); }
 
-MEGAMOE_DEVICE u32 warp_index() { return threadIdx.x / 32; }
+// Collective, as the shuffle of the real one is.
+MEGAMOE_DEVICE u32 warp_index() { return static_cast<u32>(sim::shuffle(0xffffffffu, threadIdx.x / 32, 0)); }
 MEGAMOE_DEVICE u32 lane_index() { return threadIdx.x % 32; }
 
 MEGAMOE_DEVICE u32 cluster_ctarank() { return sim::self().block->cluster_rank; }
