@@ -204,9 +204,7 @@ def test_other_processes_learn_of_a_call_that_fails_before_its_launch(sim, weigh
     monkeypatch.setattr(engine._workspace, "raise_abort", lambda *words: told.append(words))
     monkeypatch.setattr(engine, "_enqueue_one", lambda *_: torch.empty(1, device="no such device"))
     call = sim.call(*make_call(SPEC, 7))
-    with pytest.raises(
-        EngineError, match=r"got RuntimeError.*The other ranks were told: call reset"
-    ):
+    with pytest.raises(EngineError, match=r"got RuntimeError.*The other ranks were told: call reset"):
         engine.forward([call])
     assert told == [(0, 0)]
     with pytest.raises(ClosedError, match="rank 0 refused a call"):

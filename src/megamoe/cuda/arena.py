@@ -246,7 +246,7 @@ WORKSPACE: Final = (
         "u32",
         4,
         lambda s: 2 * MAX_CTAS * 8 if s.ranks == 1 else 0,
-        "[first, second GEMM][CTA][math warp] epoch of its last partial sums",
+        "written by the CTA before: [first, second GEMM][CTA][math warp] epoch of its last partial sums",
         state=True,
     ),
     Field("trace", "u64", 8, lambda s: s.trace_words, "[CTA][role][event] time stamps; only with a tracing plan"),

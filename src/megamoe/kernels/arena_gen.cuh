@@ -174,7 +174,7 @@ MEGAMOE_DEVICE float* partial_sums(const Params& p) {
   return reinterpret_cast<float*>(p.workspace + p.workspace_at[14]);
 }
 
-// [first, second GEMM][CTA][math warp] epoch of its last partial sums
+// written by the CTA before: [first, second GEMM][CTA][math warp] epoch of its last partial sums
 MEGAMOE_DEVICE u32* handed(const Params& p) {
   return reinterpret_cast<u32*>(p.workspace + p.workspace_at[15]);
 }

@@ -106,7 +106,7 @@ CASES: Final = {
     "alone": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), spec=_SMALL),
     "alone-raw": FusedCase(Plan(wide=False, stages=2), ((21,), (3,)), raw=torch.int64, spec=_SMALL),
     "alone-wide": FusedCase(Plan(stages=2), ((21,), (3,)), raw=torch.int64, spec=replace(_SMALL, intermediate=256)),
-    # Few tokens an expert and more tiles than CTAs: tiles are cut between CTAs. In the second call there are fewer tiles.
+    # Few tokens an expert, some more tiles than CTAs: tiles are cut between CTAs. The second call has fewer tiles.
     "alone-stretches": FusedCase(Plan(wide=False, stages=2), ((3,), (1,), (4,)), grid=6, raw=torch.int32),
     # More routes than threads: the other way through the routing.
     "alone-many": FusedCase(Plan(wide=False, stages=2), ((200,), (2,)), raw=torch.int32, spec=_SMALL),
@@ -144,7 +144,7 @@ CASES: Final = {
         Plan(wide=False, stages=2, pulled_rows=2, direct_tokens=0, urgent_tokens=40, passes=True),
         ((150, 70), (9, 40), (130, 90)),
         spec=_SMALL,
-        pool_limit=264,
+        pool_limit=272,
     ),
     # Second GEMMs take most of the time: some are still under way when other CTAs have nothing left to do in the pass.
     "passes-long": FusedCase(
@@ -152,21 +152,21 @@ CASES: Final = {
         ((150, 60),),
         grid=5,
         spec=replace(_SMALL, intermediate=1024, experts=2),
-        pool_limit=264,
+        pool_limit=272,
     ),
     "passes-hot": FusedCase(
         Plan(stages=2, pulled_rows=2, direct_tokens=0, urgent_tokens=20, staging_buffers=2, passes=True),
         ((90, 75), (50, 8)),
         hot=2,
         spec=replace(_SMALL, intermediate=256),
-        pool_limit=264,
+        pool_limit=272,
     ),
     "passes-alternating": FusedCase(
         Plan(wide=False, stages=2, wave_experts=1, lag=1, direct_tokens=0, urgent_tokens=0, passes=True),
         ((160, 70), (150, 90)),
         grid=2,
         spec=replace(_SMALL, topk=3),
-        pool_limit=264,
+        pool_limit=272,
     ),
     # More local experts than a warp has lanes.
     "experts": FusedCase(Plan(wide=False, stages=2), ((13,), (5,)), grid=2, spec=replace(_SMALL, experts=72)),

@@ -62,6 +62,7 @@ USUAL: Final = (
     "fused/carried",
     "fused/passes",
     "fused/alternating",
+    "fused/alone-stretches",
     "fused/calls",
     "fused/calls-empty",
     "absent-peer/swap",
