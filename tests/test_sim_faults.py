@@ -66,6 +66,7 @@ FAULTS = (
     _sync("test_wait_spin_that_never_ends", "phase of", checked=False),
     _sync("good_test_wait", None),
     _sync("collective_mismatch", "lanes of one warp are at different ones", checked=False, threads=32),
+    _sync("warp_index_of_some_lanes", "lanes of one warp are at different ones", checked=False, threads=32),
     _sync("collective_without_exited_lanes", "lanes ffffffff, arrived 3fffffff", checked=False, threads=32),
     _sync("named_barrier_count_mismatch", "elsewhere", checked=False, threads=128),
     _sync("named_barrier_lost_warp", "named barrier 2, 96 of 128 arrived", checked=False, threads=128),

@@ -90,6 +90,11 @@ extern "C" __global__ void collective_without_exited_lanes(const __grid_constant
   if (threadIdx.x < 30) ptx::ballot(true);
 }
 
+extern "C" __global__ void warp_index_of_some_lanes(const __grid_constant__ CUtensorMap map, u8* g, u32* f) {
+  if (threadIdx.x == 0) f[0] = ptx::warp_index();  // a shuffle
+  ptx::syncwarp();
+}
+
 extern "C" __global__ void named_barrier_count_mismatch(const __grid_constant__ CUtensorMap map, u8* g, u32* f) {
   ptx::named_barrier_sync(3, threadIdx.x < 64 ? 128 : 64);
 }
