@@ -189,11 +189,15 @@ def test_a_bad_value_does_not_keep_a_rank_from_a_call_that_other_processes_make(
     bad = ids.clone()
     bad[2, 1] = SPEC.experts
     engine.forward([sim.call(x, bad, route_weights)])
+    said = r"expert_ids: got a value out of range on rank 0.*This call was made.*do not repeat it"
+    with pytest.raises(InputError, match=said):  # of the first call; the second one's is not lost
+        engine.forward([sim.call(x, bad, route_weights)])
     call = sim.call(x, ids, route_weights)
-    with pytest.raises(InputError, match="expert_ids: got a value out of range on rank 0"):
+    with pytest.raises(InputError, match=said):
         engine.forward([call])
     assert reference.relative_error(call.out, wanted(weights, (x, ids, route_weights))) < BOUND
     engine.forward([sim.call(x, ids, route_weights)])
+    engine.check()
 
 
 def test_other_processes_learn_of_a_call_that_fails_before_its_launch(sim, weights, monkeypatch):
@@ -209,6 +213,15 @@ def test_other_processes_learn_of_a_call_that_fails_before_its_launch(sim, weigh
     assert told == [(0, 0)]
     with pytest.raises(ClosedError, match="rank 0 refused a call"):
         engine.forward([call])
+
+
+def test_what_is_raised_is_what_failed_even_where_nobody_can_be_told(sim, weights, monkeypatch):
+    engine = sim.engine(SPEC, plan=PLAN)
+    engine.load([weights])
+    monkeypatch.setattr(engine, "_alone", False)
+    monkeypatch.setattr(engine._workspace, "raise_abort", lambda *_: torch.empty(1, device="no such device"))
+    with pytest.raises(InputError, match=r"x: got 7.*Use less. The other ranks could not be told"):
+        engine.refuse(InputError("x", 7, "less", "Use less."))
 
 
 def test_two_layers_share_a_workspace_and_nothing_else(sim, weights):

@@ -234,7 +234,9 @@ class MegaMoE:
             BF16 ``[M, H]``: `out`, or a new tensor.
 
         Raises:
-            InputError: an argument that the layer refuses; the layer stays usable.
+            InputError: an argument that the layer refuses; the layer stays usable. Or, on the GPU engine, a value out
+                of range in an earlier call; with ranks in several processes this call was made then, and the message
+                says not to repeat it.
             PeerError: another rank refused or failed; the message names it and says why.
             DeadlineError: another rank did not come in time; `reset` first.
             ClosedError: after `close`, or before a `reset` that an earlier error asked for.

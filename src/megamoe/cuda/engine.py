@@ -20,7 +20,7 @@ import torch
 
 from megamoe.cuda.arena import ARENA, TRACE_EVENTS, TRACE_ROLES, allocation_report, offset_of
 from megamoe.cuda.driver import Driver, LaunchConfig, open_driver
-from megamoe.cuda.faults import raise_reported
+from megamoe.cuda.faults import raise_reported, take_bad_values
 from megamoe.cuda.fused import KERNEL, Buffers, sizes_of
 from megamoe.cuda.gpu import Gpu, TorchGpu
 from megamoe.cuda.hosted import HostedRank
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 __all__ = ["CudaEngine"]
 
 _NOTHING: Final[contextlib.AbstractContextManager[None]] = contextlib.nullcontext()
+
+_CALL_WAS_MADE: Final = (
+    "This call was made, as the other ranks' were: do not repeat it, its result is in `out` where that was given."
+)
 
 
 class CudaEngine:
@@ -273,12 +277,12 @@ class CudaEngine:
         """
         if self._closed or self._workspace.broken is not None:
             self._usable()
-        bad_value = False
+        bad_value = None
         for report, errors in self._watched:  # the usual case, in a fraction of the time of `raise_reported`
             if report[EXPIRED] or report[ABORTED] or errors[0] or errors[1]:
-                bad_value = not (self._alone or report[EXPIRED] or report[ABORTED])
-                if not bad_value:
+                if self._alone or report[EXPIRED] or report[ABORTED]:
                     self._raise_reported()
+                bad_value = bad_value or take_bad_values(self._errors, self.spec, _CALL_WAS_MADE)
         try:
             with self._workspace.lock:
                 kernels = self._by_bound.get(calls[0].bound) or self._kernels_for(calls[0].bound)
@@ -292,8 +296,8 @@ class CudaEngine:
             if self._alone:
                 raise
             self.refuse(stated("call", error))
-        if bad_value:
-            self._raise_reported()
+        if bad_value is not None:
+            raise bad_value
 
     def _capturing(self) -> bool:
         return any(gpu.capturing() for gpu in self._gpus.values())
@@ -388,8 +392,12 @@ class CudaEngine:
             raise error
         rank = self._local[0]
         self._workspace.broken = f"rank {rank} refused a call ({error})"
-        self._workspace.raise_abort(0, rank)
-        way_out = f"{error.way_out} The other ranks were told: call reset() on every rank."
+        told = "The other ranks were told"
+        try:
+            self._workspace.raise_abort(0, rank)
+        except Exception as failure:  # the GPU's context is gone, say: what is raised is still what came first
+            told = f"The other ranks could not be told ({failure}) and give up at their deadline"
+        way_out = f"{error.way_out} {told}: call reset() on every rank."
         raise type(error)(error.argument, error.given, error.allowed, way_out) from error
 
     def stats(self, index: int) -> torch.Tensor:

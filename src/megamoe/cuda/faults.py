@@ -9,7 +9,7 @@ from megamoe.cuda.memory import Workspace
 from megamoe.errors import DeadlineError, InputError, PeerError
 from megamoe.spec import MoESpec
 
-__all__ = ["raise_reported"]
+__all__ = ["raise_reported", "take_bad_values"]
 
 _PHASES: Final = {
     1: "the peers' route counts",
@@ -58,13 +58,28 @@ def raise_reported(workspace: Workspace, errors: Sequence[tuple[int, Any]], spec
                 raise PeerError("call", workspace.broken, "calls that all ranks make", f"See its error. {_RESET}")
             workspace.broken = f"rank {rank} waited in vain for {_PHASES.get(phase_number, str(phase_number))}"
             raise PeerError("call", workspace.broken, "an answer within its deadline", f"See its error. {_RESET}")
+    if error := take_bad_values(errors, spec):
+        raise error
+
+
+def take_bad_values(errors: Sequence[tuple[int, Any]], spec: MoESpec, way_out: str = "") -> InputError | None:
+    """The first bad value that a kernel has reported and that was not taken yet, as an error.
+
+    Args:
+        errors: rank and host-visible error words of each hosted rank; the word that is taken is cleared.
+        spec: the layer.
+        way_out: what the caller should know besides what that call did.
+    """
     for rank, words in errors:
-        bad_id, bad_count = words[0], words[1]
-        if bad_id or bad_count:
-            words[0] = words[1] = 0
-            raise InputError(
-                "expert_ids" if bad_id else "num_tokens",
-                f"a value out of range on rank {rank} in an earlier call",
-                f"-1 to {spec.experts - 1}" if bad_id else "0 to the rows of x",
-                "That call skipped such routes, and took a count over the rows of x as all of them.",
-            )
+        for word, (argument, allowed) in enumerate(
+            (("expert_ids", f"-1 to {spec.experts - 1}"), ("num_tokens", "0 to the rows of x"))
+        ):
+            if words[word]:
+                words[word] = 0
+                return InputError(
+                    argument,
+                    f"a value out of range on rank {rank} in an earlier call",
+                    allowed,
+                    f"That call skipped such routes, and took a count over the rows of x as all of them. {way_out}",
+                )
+    return None
