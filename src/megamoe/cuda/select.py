@@ -7,6 +7,7 @@ from itertools import product
 
 from megamoe.cuda.arena import Sizes
 from megamoe.cuda.plan import CARRIED_TOKENS, SHARED_LIMIT, Plan
+from megamoe.spec import BLOCK
 
 __all__ = ["MAX_SWAP_TOKENS_PER_EXPERT", "call_plan", "select_plan"]
 
@@ -18,9 +19,12 @@ CARRYING_TOKENS_PER_EXPERT = ((112, 144), (240, 288))
 than one or two full tiles, and a small one more would read all weights again. Beside more tiles, that weighs less than
 the time that carrying takes."""
 
-CARRYING_TOPK = 8
-"""Largest top-k of plans that carry: their role warps have 40 registers, and the slots of a token want some, as
-passes do."""
+CARRYING_TOPK = (2, 8)
+"""Top-k of plans that carry: their role warps have 40 registers, and the slots of a token want some, as passes do. With
+one slot ptxas keeps other things."""
+
+CARRYING_WIDTH = 3 * BLOCK
+"""Least H and I of plans that carry: loops of two k-blocks are unrolled, which takes more registers than there are."""
 
 
 def _fit(plan: Plan, sizes: Sizes, **changes: tuple[int, ...]) -> Plan:
@@ -52,7 +56,8 @@ def select_plan(sizes: Sizes, bound: int) -> Plan:
         )
     if (
         any(low <= routes <= high for low, high in CARRYING_TOKENS_PER_EXPERT)
-        and sizes.topk <= CARRYING_TOPK
+        and CARRYING_TOPK[0] <= sizes.topk <= CARRYING_TOPK[1]
+        and min(sizes.hidden, sizes.intermediate) >= CARRYING_WIDTH
         and not passes
     ):
         carrying = Plan(

@@ -63,9 +63,9 @@ def _fused() -> Iterator[Shipped]:
 
 def _few_k_blocks() -> Iterator[Shipped]:
     """Layers narrower than any model's, like those of `megamoe demo`: loops of constant, small trip counts unroll."""
-    for hidden, intermediate in ((256, 256), (256, 384), (384, 256), (512, 512)):
-        sizes = Sizes(hidden=hidden, intermediate=intermediate, topk=4, ranks=1, local_experts=16, capacity=256)
-        for bound in (16, 256):
+    for hidden, intermediate in ((256, 256), (256, 384), (384, 256), (384, 384), (512, 512)):
+        sizes = Sizes(hidden=hidden, intermediate=intermediate, topk=4, ranks=1, local_experts=16, capacity=512)
+        for bound in (16, 256, 512):  # the last has as many tokens an expert as plans that carry
             yield from _layouts(f"fused-h{hidden}-i{intermediate}-m{bound}", sizes, bound)
 
 
