@@ -121,6 +121,17 @@ def test_every_key_separates_rows():
     assert key({**base, "kernel_us": 5, "error": 1.0}) == key(base)
 
 
+def test_rows_of_a_cell_replace_those_of_other_plans(tmp_path):
+    path, facts = tmp_path / "layer.json", {"topic": "layer", "commit": "a", "date": "b"}
+    first = {"model": "m", "tokens": 1, "plan": "auto:x", "figure": 1}
+    other = {"model": "m", "tokens": 2, "plan": "auto:x", "figure": 2}
+    stage = {"model": "m", "tokens": 1, "phase": "down", "plan": "x", "figure": 3}
+    write(path, facts, [first, other, stage])
+    new = [{**first, "plan": plan, "figure": 4} for plan in ("auto:y", "z")]
+    rows = write(path, facts, new, cell=("model", "tokens", "phase"))["rows"]
+    assert [(r["plan"], r["figure"]) for r in rows] == [("auto:x", 2), ("x", 3), ("auto:y", 4), ("z", 4)]
+
+
 def test_written_file_is_the_document_and_rows_carry_their_own_commit(tmp_path):
     path = result_path(tmp_path / "results", "layer", "cpu-2c")
     assert path.name == "layer-cpu-2c.json"

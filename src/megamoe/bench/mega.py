@@ -254,6 +254,7 @@ def benchmark(
     samples: Callable[[int], int] = lambda m: 30 if m >= 512 else 100,
     experts_per_rank: int | None = None,
     protocols: Sequence[str] = ("paced",),
+    bound: int | None = None,
     e2e: bool = False,
     check: bool = False,
     checked_tokens: int = _CHECKED_TOKENS,
@@ -272,6 +273,7 @@ def benchmark(
         samples: how many for a token count.
         experts_per_rank: by default `EXPERTS_PER_RANK`.
         protocols: ``"paced"``, ``"paced-clean"``, ``"sustained"``.
+        bound: of all calls, as a captured graph has one; None: each call's own number of tokens.
         e2e: also measure whole calls.
         check: also compare with the oracle.
         checked_tokens: how many tokens, dealt to all ranks; the oracle takes most of its time for each expert they hit.
@@ -292,10 +294,12 @@ def benchmark(
         pace = _Pace(engine.devices)
         for m in tokens:
             calls, ids = random_calls(spec, kind, m, engine.devices)
+            most = m if bound is None else bound
+            calls = [replace(call, bound=most) for call in calls]
             floor = floor_us(spec, ids, local)
             for label, plan in (plans or {"auto": None}).items():
                 engine.force_plan(plan)
-                engine.warmup(m)
+                engine.warmup(most)
                 engine.forward(calls)  # stages the inputs
                 engine.check()
                 error = _error(spec, weights, calls, checked_tokens) if check and m else None
@@ -306,11 +310,11 @@ def benchmark(
                         **layer_keys(name, spec, ranks),
                         "tokens": m,
                         "routing": kind,
-                        "bound": m,
+                        "bound": most,
                         "protocol": protocol,
                         "engine": "megamoe",
                         "format": "fp8_block",
-                        "plan": f"auto:{plan_name(engine.plan_for(m))}" if plan is None else label,
+                        "plan": f"auto:{plan_name(engine.plan_for(most))}" if plan is None else label,
                         "variant": "cuda",
                         "kernel_us": times,
                         "floor_us": round(floor, 2),

@@ -100,14 +100,22 @@ def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     return list(rows.values())
 
 
-def write(path: Path, facts: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
+def write(
+    path: Path, facts: dict[str, Any], rows: Iterable[Row], *, cell: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Merge `rows` into the file at `path` and return the document written.
+
+    With `cell`, the names of some keys, older rows that have the values of a new one in all of these go, too: those of
+    a plan that is not chosen any more, say.
 
     A row without a commit and a date gets those of `facts`. The file is replaced in one step: a reader or a crash never
     sees half of it.
     """
     stamped = [{**row, **{name: row.get(name, facts[name]) for name in ("commit", "date")}} for row in rows]
     old = load(path)["rows"] if path.exists() else []
+    if cell is not None:
+        cells = {tuple(row.get(name) for name in cell) for row in stamped}
+        old = [row for row in old if tuple(row.get(name) for name in cell) not in cells]
     document = {**facts, "rows": merge(old, stamped)}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
