@@ -68,6 +68,10 @@ TRACE_EVENTS: Final = 1024
 MAX_CTAS: Final = 256
 """CTAs of a kernel that may cut tiles between them."""
 
+HANDED_TAGS: Final = 8
+HANDED_SUMS: Final = HANDED_TAGS * 32 * 8
+"""Words that a CTA hands on in each GEMM: a tag a math warp, eight sums a thread of it (stretch.cuh)."""
+
 BANKS: Final = 2
 """Sets of counters: a call uses one and clears the other for the next."""
 
@@ -238,14 +242,14 @@ WORKSPACE: Final = (
         "partial_sums",
         "float",
         4,
-        lambda s: 2 * MAX_CTAS * 2048 if s.ranks == 1 else 0,
+        lambda s: 2 * MAX_CTAS * HANDED_SUMS if s.ranks == 1 else 0,
         "[first, second GEMM][CTA][math thread][8] of a tile whose rest is the next CTA's",
     ),
     Field(
         "handed",
         "u32",
         4,
-        lambda s: 2 * MAX_CTAS * 8 if s.ranks == 1 else 0,
+        lambda s: 2 * MAX_CTAS * HANDED_TAGS if s.ranks == 1 else 0,
         "written by the CTA before: [first, second GEMM][CTA][math warp] epoch of its last partial sums",
         state=True,
     ),
@@ -379,7 +383,7 @@ def device_header() -> str:
         "using ptx::u32;\nusing ptx::u64;\nusing ptx::u8;\n\n",
         f"constexpr int kMaxRanks = {MAX_RANKS};\n",
         f"constexpr u32 kBanks = {BANKS};\n",
-        f"constexpr u32 kMaxCtas = {MAX_CTAS};\n",
+        f"constexpr u32 kMaxCtas = {MAX_CTAS}, kHandedTags = {HANDED_TAGS}, kHandedSums = {HANDED_SUMS};\n",
         f"constexpr u32 kRowAlignment = {ROW_ALIGNMENT};\n",
         f"constexpr u32 kTraceEvents = {TRACE_EVENTS};\n\n",
         "struct Params {\n" + "\n".join(lines) + "\n};\n\n",

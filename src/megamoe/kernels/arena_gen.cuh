@@ -10,7 +10,7 @@ using ptx::u8;
 
 constexpr int kMaxRanks = 8;
 constexpr u32 kBanks = 2;
-constexpr u32 kMaxCtas = 256;
+constexpr u32 kMaxCtas = 256, kHandedTags = 8, kHandedSums = 2048;
 constexpr u32 kRowAlignment = 8;
 constexpr u32 kTraceEvents = 1024;
 

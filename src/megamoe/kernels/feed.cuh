@@ -35,7 +35,7 @@ class Feed {
     while (stretch.is_cut() ? stretch.take(tile) : schedule.find(fact(base_, kNextItem), tile)) {
       queue.post(tile, false);
       const Copy copy(*this, tile);
-      const u32 begin = first_block(tile), end = kStretches ? tile.end_block : copy.blocks;
+      const u32 begin = first_block(tile), end = end_block(tile);
       wait_for_tokens(tile);
       trace_(Event::kWait);
       // Not asked for before the wait: a CTA that waits takes no tile that another one could begin.

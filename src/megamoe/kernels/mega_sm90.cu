@@ -27,6 +27,7 @@
 //   taken          loaders                           tiles given out
 //   arrived[t]     dispatch, listing, math warps -> loaders  pool rows of token tile t
 //   halves[t]      store warps -> loaders            intermediate of token tile t, two a weight tile
+//   handed[g][c]   math warps -> those of CTA c + 1  sums of a tile that is cut between two CTAs (stretch.cuh)
 //   results[e]     store warps -> the last of them   result tiles of expert e, where tokens are combined early
 //   stored         store warps -> the last of them   result tiles of this rank
 //   finished[e]    rank of e -> math warps           all results of expert e are stored

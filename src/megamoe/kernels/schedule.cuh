@@ -5,8 +5,8 @@
 // distance between a tile and the tiles it waits for; the tiles of both GEMMs then alternate, so that results leave for
 // other ranks evenly over the call. A tile waits only for tiles that stand earlier in the sequence, which somebody took
 // before it, so with all CTAs resident nobody waits for ever.
-// The loader takes tiles (the first by its CTA's index, the others from a counter) and posts them in a queue in shared
-// memory, from which math and store warps read them.
+// The loader takes tiles (the first by its CTA's index, see first_item, the others from a counter) and posts them in a queue
+// in shared memory, from which math and store warps read them.
 #pragma once
 #include "tiling.cuh"
 

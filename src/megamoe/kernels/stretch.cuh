@@ -98,6 +98,7 @@ class Handover {
 
  private:
   static_assert(SwapTile<kStretchTokens>::kRegisters == 4, "two pieces of 16 bytes a thread");
+  static_assert(kMathThreads * 8 == kHandedSums && kMathThreads / 32 == kHandedTags, "a CTA's share of the workspace");
   MEGAMOE_DEVICE u32 slot(u32 cta) const { return (second_ ? kMaxCtas : 0) + cta; }
   MEGAMOE_DEVICE float4* sums(u32 cta) const {
     return reinterpret_cast<float4*>(workspace::partial_sums(p_)) + (slot(cta) * kMathThreads + math_thread()) * 2;
