@@ -33,7 +33,7 @@ WEIGHT_ROWS: Final = 256
 STAGING_BYTES: Final = 64 * 256 + 7 * 16
 """One staging buffer of a math warpgroup: 64 rows of 256 bytes in eight groups, 16 bytes of padding between two."""
 
-FACT_WORDS: Final = 20
+FACT_WORDS: Final = 21
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32
 COPY_ALIGNMENT: Final = 16

@@ -1,7 +1,7 @@
 // Combine: a token's route results, summed in float32 in slot order and rounded to BF16.
 //
 // It ends when every rank has stored all of its results; this is also what lets the rank go on to the next call. Tokens whose
-// experts are complete need not wait for that.
+// experts are complete need not wait for that. Lean calls, of a rank that is a group by itself, have a simpler one.
 #pragma once
 #include "routing.cuh"
 #include "trace.cuh"
@@ -206,5 +206,34 @@ class Combine {
   bool more_;          // pieces that nobody has taken
   bool begins_early_;  // not in a lean call: only `done` orders its ids before a look at them here
 };
+
+// The combine of a lean call, by the math warps of a CTA. Nobody but this rank has results for it, so one lane of each CTA that
+// has columns to sum waits for the counter of result tiles itself: the last store warp's word about it would come later.
+MEGAMOE_DEVICE void combine_lean(const Params& p, Smem base, u32 tokens, Trace& trace) {
+  constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;
+  const u32 all = tokens * kSpans, warp = ptx::warp_index() - 4;
+  if (blockIdx.x * kMathWarps >= all) return;
+  if (threadIdx.x == kThreads - kMathThreads) {
+    const u32 epoch = fact(base, kEpoch), results = fact(base, kTotalTiles) * (kTiles2 * kMathWarpgroups);
+    const Patience patience(p);
+    const auto wait = [&](Phase phase, Barrier which, u32 awaited) {
+      const u32* const word = barrier_word(p, epoch, which);
+      return patience.spin(
+          phase, 0, awaited, [&] { return ptx::ld_acquire_gpu(word); }, [&](u32 seen) { return seen >= awaited; });
+    };
+    // `listed` for the ids: the CTA that staged them is among those that have.
+    const bool ok = wait(Phase::kList, kListed, gridDim.x) && wait(Phase::kPeers, kStored, results) && !aborted(p);
+    if (!ok) report_aborted(p);
+    set_fact(base, kComplete, ok);
+  }
+  ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+  trace(Event::kPeers);
+  const bool failed = fact(base, kComplete) == 0;
+  for (u32 i = blockIdx.x * kMathWarps + warp; i < all; i += gridDim.x * kMathWarps) {
+    const u32 token = i / kSpans, begin = (i - token * kSpans) * kWidth, end = begin + kWidth;
+    combine_columns(p, token, begin, end < kHidden ? end : kHidden, failed);
+  }
+  trace(Event::kCombined);
+}
 
 }  // namespace megamoe

@@ -56,7 +56,7 @@ constexpr bool kStretches = kRanks == 1 && !kWide && !kPasses;
 // Warps. Warpgroup 0 has one role a warp; 1 and 2 are math.
 enum Warp : u32 { kLoaderWarp = 0, kStoreWarp0 = 1, kStoreWarp1 = 2, kDispatchWarp = 3 };
 constexpr u32 kWarps = kThreads / 32;
-constexpr u32 kMathThreads = 256;
+constexpr u32 kMathThreads = 256, kMathWarps = kMathThreads / 32;
 constexpr u32 kRoleRegisters = config::kRoleRegisters;
 constexpr u32 kMathRegisters = config::kMathRegisters;
 
@@ -83,7 +83,7 @@ struct FusedTile {
   static constexpr u32 kQueueFullArrivals = 1;                // the loader
   static constexpr u32 kQueueEmptyArrivals = 8 + 2;           // one a math warp and a store warp
 
-  static constexpr u32 kMathWarps = kMathThreads / 32, kStoreWarps = kStoreWarp1 - kStoreWarp0 + 1;
+  static constexpr u32 kStoreWarps = kStoreWarp1 - kStoreWarp0 + 1;
   static_assert(kEmptyArrivals == kMathWarps, "every math warp reads a stage");
   static_assert(kStagedArrivals * kStoreWarps == kMathWarps, "a store warp for each math warpgroup");
   static_assert(kQueueEmptyArrivals == kMathWarps + kStoreWarps, "all of them read a tile's slot");
@@ -129,6 +129,7 @@ enum Fact : u32 {
   kUrgentRows, kUrgentTokens,  // pool rows of the experts of first tiles, this CTA's tokens that go there (list.cuh)
   kWave, kLag,  // the order of tiles (schedule.cuh)
   kMostRows, kStretched,  // of an expert, in a lean call; whether it is cut into stretches (stretch.cuh)
+  kComplete,  // all results of a lean call are stored (combine.cuh)
   kPassCount, kPassTiles,
   kNextItem, kStepBegin, kStep, kPass, kFirstExpert, kSecondExpert,  // the loader's own (schedule.cuh)
   kFactCount

@@ -10,6 +10,45 @@
 
 namespace megamoe {
 
+constexpr u32 kLineBytes = 128;  // of the L2
+
+MEGAMOE_DEVICE void prefetch_lines(const void* at, u64 bytes, u32 thread, u32 threads) {
+#pragma unroll 1
+  for (u64 offset = static_cast<u64>(thread) * kLineBytes; offset < bytes; offset += threads * kLineBytes) {
+    ptx::prefetch_l2(static_cast<const u8*>(at) + offset);
+  }
+}
+// What a lean call looks at first, asked into the L2 as the kernel starts: one after the other, each would be waited for. The
+// kernel before may still be writing there: it writes to the L2, too, and the loads themselves wait for its end.
+MEGAMOE_DEVICE void prefetch_call(const Params& p) {
+  if (p.tokens * kTopk > kThreads) return;
+  const u32 warp = ptx::warp_index(), lane = ptx::lane_index(), token = blockIdx.x, routes = p.tokens * kTopk;
+  if (warp >= 4 && token < p.tokens) {
+    const u32 thread = threadIdx.x - (kThreads - kMathThreads);
+    if (p.x != nullptr) {
+      prefetch_lines(p.x + 2ull * kHidden * token, 2 * kHidden, thread, kMathThreads);
+    } else {
+      prefetch_lines(arena::x(p, p.rank) + static_cast<u64>(kHidden) * token, kHidden, thread, kMathThreads);
+    }
+  }
+  if (blockIdx.x != gridDim.x - 1) return;
+  if (warp == 1) {
+    if (p.x != nullptr) {
+      prefetch_lines(p.ids, routes * (p.wide_ids != 0 ? 8 : 4), lane, 32);
+    } else {
+      prefetch_lines(arena::ids(p, p.rank), routes * 4, lane, 32);
+    }
+  } else if (warp == 2) {
+    if (p.x != nullptr) prefetch_lines(p.weights, routes * 4, lane, 32);
+    prefetch_lines(workspace::barrier(p), kBanks * kBarrierWords * 4, lane, 32);
+  } else if (warp == 3) {
+    for (u32 bank = 0; bank < kBanks; ++bank) {  // the epoch, which says which one, is not known yet
+      prefetch_lines(arrived(p, bank), kLocalExperts * 4, lane, 32);
+      prefetch_lines(halves(p, bank), kLocalExperts * 4, lane, 32);
+    }
+  }
+}
+
 // Layout of the pool. `ids`: kThreads words for the route's expert, kNoRow where there is none; then as many for its place
 // among the routes of its expert.
 MEGAMOE_DEVICE void lay_out_lean(const Params& p, Smem base, Smem ids, u32 tokens) {

@@ -29,10 +29,10 @@
 //   halves[t]      store warps -> loaders            intermediate of token tile t, two a weight tile
 //   handed[g][c]   math warps -> those of CTA c + 1  sums of a tile that is cut between two CTAs (stretch.cuh)
 //   results[e]     store warps -> the last of them   result tiles of expert e, where tokens are combined early
-//   stored         store warps -> the last of them   result tiles of this rank
+//   stored         store warps -> the last of them   result tiles of this rank; in lean calls also to the math warps
 //   finished[e]    rank of e -> math warps           all results of expert e are stored
 //   passes         store warps -> dispatch, loaders  tiles of a pass through their first, their second GEMM
-//   done[r]        rank r -> math warps              all results of rank r are stored
+//   done[r]        rank r -> math warps              all results of rank r are stored; not awaited in lean calls
 // Memory: the list of the first tiles' tokens lies in a staging buffer until the math warps have brought them (a barrier of
 // theirs lies behind). Stages belong to the loader between empty and full, to math between full and empty; a staging buffer
 // to its warpgroup between free and staged, to its store warp between staged and free; the tables are written before the
@@ -182,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Smem base = ptx::shared_address(smem);
   Trace trace(p, static_cast<TraceRole>(kTraceMath0 + (threadIdx.x >= 256)), threadIdx.x == 128 || threadIdx.x == 256);
   trace(Event::kStart);
+  if constexpr (kLean) prefetch_call(p);
   for (u32 i = threadIdx.x; i < (kSwap ? kAmaxRows * kSwapTokens : 0); i += kThreads) {
     ptx::st_shared_u32(base + (FusedTile::kAmax + i * 4), 0u);
   }
@@ -241,7 +242,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::named_barrier_sync(kMathBarrier, kMathThreads);  // the list is read: staging buffers may be written
     }
     math_role(p, base, warp / 4 - 1, trace);
-    Combine(p, fact(base, kEpoch), fact(base, kTokens), blockIdx.x * 8 + warp - 4, gridDim.x * 8).run(trace);
+    if (is_lean(fact(base, kTokens))) {
+      combine_lean(p, base, fact(base, kTokens), trace);
+    } else {
+      Combine(p, fact(base, kEpoch), fact(base, kTokens), blockIdx.x * 8 + warp - 4, gridDim.x * 8).run(trace);
+    }
   }
   __syncthreads();  // all roles have ended
   if (threadIdx.x == 0) leave(p, fact(base, kEpoch));

@@ -4,6 +4,9 @@
 
 namespace ptx {
 
+// A hint: the line at `at` shall be in the L2. Orders nothing.
+MEGAMOE_DEVICE void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // Shared memory by 32-bit address.
 MEGAMOE_DEVICE u32 ld_shared_u32(Smem p) {
   u32 v;

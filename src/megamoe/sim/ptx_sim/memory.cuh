@@ -4,6 +4,8 @@
 
 namespace ptx {
 
+MEGAMOE_DEVICE void prefetch_l2(const void*) {}
+
 // Ordinary accesses: the compiler's hooks see them.
 MEGAMOE_DEVICE u32 ld_shared_u32(Smem p) { return *reinterpret_cast<const u32*>(p.pointer); }
 MEGAMOE_DEVICE void st_shared_u32(Smem p, u32 v) { *reinterpret_cast<u32*>(p.pointer) = v; }
