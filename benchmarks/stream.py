@@ -29,8 +29,8 @@ SHAPES = ((132, 4), (132, 2), (96, 4))
 """CTAs and stages."""
 PROTOCOL = (
     "kernel_us from the first CTA's start to the last block of the last one, first_us to the median CTA's first block, "
-    "by the GPU's clock; paced: one launch after an L2 flush and 10 ms of sleep; paced-clean: the same, and the L2 has no "
-    "line of the flush left to write back"
+    "by the GPU's clock; paced: one launch after an L2 flush and 10 ms of sleep; paced-clean: the same, and the L2 has "
+    "no line of the flush left to write back"
 )
 
 
