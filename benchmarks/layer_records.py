@@ -21,6 +21,7 @@ from rich.console import Console
 from megamoe.bench import environment, mega, results
 from megamoe.bench.results import Row
 
+DEVICE = "cuda:0"
 ALL = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FEW = (64, 1024, 8192)
 CLEAN = (1, 8, 16, 32, 64)
@@ -62,8 +63,8 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    facts = environment.facts("layer", device="cuda:0", gpus=1, protocol=mega.PROTOCOL)
-    path = results.result_path(given.out, "layer", environment.device_slug(facts["device"]))
+    facts = environment.facts("layer", device=DEVICE, gpus=1, protocol=mega.PROTOCOL)
+    path = results.result_path(given.out, "layer", environment.device_slug(DEVICE))
     console = Console(stderr=True)
     for part in given.parts or PARTS:
         rows = []

@@ -22,6 +22,7 @@ from megamoe.cuda.launch import Kernel, Library, aligned, raw_stream
 from megamoe.cuda.toolchain import compile_kernel
 
 SOURCE = Path(__file__).resolve().with_name("stream.cu")
+DEVICE = "cuda:0"
 BLOCK, MOST_STAGES = 32768, 6
 BYTES = {"flash": 6 * 3 * 4096 * 2048, "pro": 6 * 3 * 7168 * 3072}
 """Weights of six experts."""
@@ -91,12 +92,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=30, help="launches of each row")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the result file")
     chosen = parser.parse_args()
+    facts = environment.facts("stream", device=DEVICE, gpus=1, protocol=PROTOCOL)
+    path = results.result_path(chosen.out, "stream", environment.device_slug(DEVICE))
     rows = []
     for row in measure(chosen.samples):
         rows.append(row)
         print(f"{row['model']} {row['variant']} {row['protocol']}: {row['kernel_us']['median']} us, {row['tbps']} TB/s")
-    facts = environment.facts("stream", device="cuda:0", gpus=1, protocol=PROTOCOL)
-    results.write(results.result_path(chosen.out, "stream", environment.device_slug(facts["device"])), facts, rows)
+    results.write(path, facts, rows)
 
 
 if __name__ == "__main__":
