@@ -59,7 +59,7 @@ MEGAMOE_DEVICE void lay_out_lean(const Params& p, Smem base, Smem ids, u32 token
     int* staged = arena::ids(p, p.rank);
     if (p.x != nullptr) {
       id = staging::load_id(p.ids + (p.wide_ids != 0 ? 8ull : 4ull) * route, p.wide_ids != 0);
-      if (blockIdx.x == 0) {  // for the combine (`listed` and `done` lie between), and for whoever calls on staged inputs
+      if (blockIdx.x == 0) {  // for the combine (`listed` and `stored` lie between), and for whoever calls on staged inputs
         staged[route] = id;
         arena::route_weights(p, p.rank)[route] = p.weights[route];
       }

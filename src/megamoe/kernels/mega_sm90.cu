@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   if (threadIdx.x == 0) {
     init_fused_barriers(base);
-    ptx::grid_dependency_wait();  // launched while the kernel before drains: nothing global is touched before
+    ptx::grid_dependency_wait();  // launched while the kernel before drains: nothing global is read or written before
     set_fact(base, kEpoch, ptx::ld_relaxed_gpu(workspace::epoch(p)) + 1);
     set_fact(base, kTokens, call_tokens(p));
     set_fact(base, kFailed, 0u);
