@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megamoe.bench import environment, mega, results
+from megamoe.bench.models import model
 from megamoe.bench.results import Row
 from megamoe.cuda.driver import LaunchConfig, open_driver
 from megamoe.cuda.launch import Kernel, Library, aligned, raw_stream
@@ -24,8 +26,7 @@ from megamoe.cuda.toolchain import compile_kernel
 SOURCE = Path(__file__).resolve().with_name("stream.cu")
 DEVICE = "cuda:0"
 BLOCK, MOST_STAGES = 32768, 6
-BYTES = {"flash": 6 * 3 * 4096 * 2048, "pro": 6 * 3 * 7168 * 3072}
-"""Weights of six experts."""
+MODELS = ("flash", "pro")
 SHAPES = ((132, 4), (132, 2), (96, 4))
 """CTAs and stages."""
 PROTOCOL = (
@@ -46,31 +47,33 @@ class Arguments(ctypes.Structure):
     )
 
 
+def weights_of_a_token(name: str) -> int:
+    """Bytes of the FP8 weights of the experts that one token of a model has."""
+    spec = model(name).spec
+    return spec.topk * 3 * spec.hidden * spec.intermediate
+
+
 def measure(samples: int) -> Iterator[Row]:
     """One row for each model's bytes, shape and protocol."""
-    torch.zeros(1, device="cuda")
+    device = torch.device(DEVICE)
+    pace = mega.Pace([device])
+    sizes = {name: weights_of_a_token(name) for name in MODELS}
     driver = open_driver()
     library = Library(driver, compile_kernel(SOURCE, arch=driver.device(0).arch))
     given = aligned(Arguments)
     kernel = Kernel(
         library, "read_once", 0, LaunchConfig(threads=128, dynamic_shared=MOST_STAGES * (BLOCK + 8)), [given]
     )
-    data = torch.randint(0, 255, (max(BYTES.values()),), dtype=torch.uint8, device="cuda")
-    flush = torch.empty(mega.FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    read = torch.ones_like(flush)
-    for name, size in BYTES.items():
+    data = torch.randint(0, 255, (max(sizes.values()),), dtype=torch.uint8, device=device)
+    for name, size in sizes.items():
         for ctas, stages in SHAPES:
-            stamps = torch.zeros(ctas, 3, dtype=torch.int64, device="cuda")
+            stamps = torch.zeros(ctas, 3, dtype=torch.int64, device=device)
             given.source, given.stamps = data.data_ptr(), stamps.data_ptr()
             given.blocks, given.stages = size // BLOCK, stages
             for protocol in ("paced", "paced-clean"):
                 taken, firsts = [], []
                 for _ in range(samples):
-                    flush.zero_()
-                    if protocol == "paced-clean":
-                        read.sum()
-                    torch.cuda._sleep(mega.SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-                    kernel.launch(ctas, raw_stream(None, 0))
+                    pace.run(protocol, partial(kernel.launch, ctas, raw_stream(None, 0)), None)
                     since = (stamps - stamps[:, 0].min()).double().cpu() / 1e3
                     taken.append(float(since[:, 2].max()))
                     firsts.append(float(since[:, 1].median()))

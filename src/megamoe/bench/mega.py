@@ -35,6 +35,7 @@ __all__ = [
     "DEADLINE",
     "EXPERTS_PER_RANK",
     "PROTOCOL",
+    "Pace",
     "benchmark",
     "floor_us",
     "plan_name",
@@ -140,7 +141,7 @@ def random_calls(
     return calls, ids
 
 
-class _Pace:
+class Pace:
     """Runs something once in the state that a protocol asks for; `together` releases several ranks at once."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -201,7 +202,7 @@ def _released(engine: CudaEngine, calls: Sequence[Call]) -> Callable[[], None] |
     return lambda: engine.launch_staged(empty)
 
 
-def _measure_kernel(engine: CudaEngine, calls: list[Call], pace: _Pace, protocol: str, samples: int) -> Row:
+def _measure_kernel(engine: CudaEngine, calls: list[Call], pace: Pace, protocol: str, samples: int) -> Row:
     together = None if protocol == "sustained" else _released(engine, calls)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(samples):
@@ -213,7 +214,7 @@ def _measure_kernel(engine: CudaEngine, calls: list[Call], pace: _Pace, protocol
     return timing(_kernel_times(profile, ranks, 0 if together is None else 1))
 
 
-def _measure_call(engine: CudaEngine, calls: list[Call], pace: _Pace, protocol: str, samples: int) -> Row:
+def _measure_call(engine: CudaEngine, calls: list[Call], pace: Pace, protocol: str, samples: int) -> Row:
     graphs = []
     for device in pace.devices:
         here = [r for r, own in enumerate(engine.devices) if own == device]
@@ -291,7 +292,7 @@ def benchmark(
         engine.load(weights)
         if not check:
             weights.clear()
-        pace = _Pace(engine.devices)
+        pace = Pace(engine.devices)
         for m in tokens:
             calls, ids = random_calls(spec, kind, m, engine.devices)
             most = m if bound is None else bound

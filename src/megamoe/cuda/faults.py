@@ -22,6 +22,7 @@ _PHASES: Final = {
     8: "the results of the pass before",
     9: "room in its pools; the bound must be equal on all ranks",
     10: "the sums of another CTA",
+    11: "this rank's own results",
 }
 """`Phase` of kernels/sync.cuh, in words."""
 

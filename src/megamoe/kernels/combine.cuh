@@ -43,6 +43,7 @@ struct Sums {
 
 // Columns of a step, and steps at once: where there are many tokens, two keep enough loads under way.
 constexpr u32 kWidth = 256, kSteps = kWide && kTopk <= 16 ? 2 : 1;
+constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;  // of kWidth columns in a row
 
 // Columns [begin, end) of one token, by one warp. A failed call gives NaN.
 MEGAMOE_DEVICE void combine_columns(const Params& p, u32 token, u32 begin, u32 end, bool failed) {
@@ -92,8 +93,7 @@ class Combine {
  public:
   MEGAMOE_DEVICE Combine(const Params& p, u32 epoch, u32 tokens, u32 first, u32 step)
       : p_(p), epoch_(epoch), next_(first), step_(step), ahead_(0), kept_(0), early_(0), keeps_(0), earlies_(0),
-        done_(false), failed_(false), more_(kEarlyCombine), begins_early_(kEarlyCombine && !is_lean(tokens)) {
-    constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;
+        done_(false), failed_(false), more_(kEarlyCombine) {
     const u32 wanted = step * kPiecesOfWarp, sharing = tokens == 0 || tokens >= wanted ? 1 : wanted / tokens;
     spans_ = (kSpans + sharing - 1) / sharing;
     pieces_ = (kSpans + spans_ - 1) / spans_;
@@ -117,7 +117,7 @@ class Combine {
       if (combining) trace(Event::kCombined);
       combining = false;
       if (done_) break;
-      if (begins_early_ && (more_ || keeps_ > 0) && !ranks_are_done() &&
+      if ((more_ || keeps_ > 0) && !ranks_are_done() &&
           !ptx::any(ptx::lane_index() == 0 && patience.is_over())) {
         ptx::nanosleep(200);
         continue;
@@ -141,7 +141,7 @@ class Combine {
     }
     if (failed_ && earlies_ > 0) return ptx::shfl(early_, --earlies_);
     if (!done_ && earlies_ == kMostEarly) return kNone;
-    while (more_ && (done_ || (begins_early_ && keeps_ < kKept))) {
+    while (more_ && (done_ || keeps_ < kKept)) {
       const u32 i = take();
       more_ = i < all_;
       if (!more_) break;
@@ -203,14 +203,12 @@ class Combine {
   u32 epoch_, next_, step_, spans_, pieces_, all_;
   u32 ahead_, kept_, early_, keeps_, earlies_;
   bool done_, failed_;
-  bool more_;          // pieces that nobody has taken
-  bool begins_early_;  // not in a lean call: only `done` orders its ids before a look at them here
+  bool more_;  // pieces that nobody has taken
 };
 
 // The combine of a lean call, by the math warps of a CTA. Nobody but this rank has results for it, so one lane of each CTA that
 // has columns to sum waits for the counter of result tiles itself: the last store warp's word about it would come later.
 MEGAMOE_DEVICE void combine_lean(const Params& p, Smem base, u32 tokens, Trace& trace) {
-  constexpr u32 kSpans = (kHidden + kWidth - 1) / kWidth;
   const u32 all = tokens * kSpans, warp = ptx::warp_index() - 4;
   if (blockIdx.x * kMathWarps >= all) return;
   if (threadIdx.x == kThreads - kMathThreads) {
@@ -222,7 +220,7 @@ MEGAMOE_DEVICE void combine_lean(const Params& p, Smem base, u32 tokens, Trace& 
           phase, 0, awaited, [&] { return ptx::ld_acquire_gpu(word); }, [&](u32 seen) { return seen >= awaited; });
     };
     // `listed` for the ids: the CTA that staged them is among those that have.
-    const bool ok = wait(Phase::kList, kListed, gridDim.x) && wait(Phase::kPeers, kStored, results) && !aborted(p);
+    const bool ok = wait(Phase::kList, kListed, gridDim.x) && wait(Phase::kOwnResults, kStored, results) && !aborted(p);
     if (!ok) report_aborted(p);
     set_fact(base, kComplete, ok);
   }

@@ -13,9 +13,10 @@ namespace megamoe {
 constexpr u32 kLineBytes = 128;  // of the L2
 
 MEGAMOE_DEVICE void prefetch_lines(const void* at, u64 bytes, u32 thread, u32 threads) {
+  const u64 before = reinterpret_cast<u64>(at) % kLineBytes;
 #pragma unroll 1
-  for (u64 offset = static_cast<u64>(thread) * kLineBytes; offset < bytes; offset += threads * kLineBytes) {
-    ptx::prefetch_l2(static_cast<const u8*>(at) + offset);
+  for (u64 offset = thread * kLineBytes; offset < before + bytes; offset += threads * kLineBytes) {
+    ptx::prefetch_l2(static_cast<const u8*>(at) - before + offset);
   }
 }
 // What a lean call looks at first, asked into the L2 as the kernel starts: one after the other, each would be waited for. The

@@ -9,7 +9,9 @@
 namespace megamoe {
 
 // What a wait is for; part of the record of an expired one.
-enum class Phase : u32 { kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers, kFirsts, kResults, kRoom, kHandover };
+enum class Phase : u32 {
+  kCounts = 1, kOwnCounts, kList, kRows, kIntermediate, kPeers, kFirsts, kResults, kRoom, kHandover, kOwnResults
+};
 
 // Counters of one bank. From kExpertStored on one for each local expert.
 enum Barrier : u32 {
